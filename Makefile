@@ -1,0 +1,49 @@
+# Everything a newcomer needs. Each target makes its virtual environment first if it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHECKOUT := $(VENV)/.checkout
+EXTRAS ?= experiments,dev
+WORKERS ?= 2
+
+.PHONY: compare test test-slow lint format tutorials benchmarks venv clean
+
+compare: venv
+	$(BIN)/python -m opacus_bc.experiments.compare
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-slow: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+tutorials: venv
+	$(BIN)/python -m pytest --nbmake tutorials --overwrite
+
+benchmarks: venv
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+# The environment is installed once per pyproject.toml; the second stamp points a reused one at this checkout.
+venv: $(STAMP)
+	@if [ "$$(cat $(CHECKOUT) 2>/dev/null)" != "$(CURDIR)" ]; then \
+		$(BIN)/python -m pip install --quiet --no-deps -e . && echo "$(CURDIR)" > $(CHECKOUT); fi
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install -e ".[$(EXTRAS)]"
+	@echo "$(CURDIR)" > $(CHECKOUT)
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
