@@ -1,2 +1,16 @@
-"""x"""
+"""opacus_bc: batch clipping for Opacus. Train with BatchNorm left in place, and know what it costs."""
+
+from opacus_bc.loader import BatchMemoryManager, PrivateDataLoader
+from opacus_bc.local_update import local_update
+from opacus_bc.optimizer import BatchClippingOptimizer
+from opacus_bc.privacy_engine import PrivacyEngine
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchClippingOptimizer",
+    "BatchMemoryManager",
+    "PrivacyEngine",
+    "PrivateDataLoader",
+    "local_update",
+]

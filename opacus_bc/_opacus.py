@@ -1,0 +1,31 @@
+"""The only module that imports from Opacus anything but its documented top-level names.
+
+``tests/test_opacus_contract.py`` checks what this package assumes about them.
+"""
+
+from opacus import PrivacyEngine as StockPrivacyEngine
+from opacus.accountants import IAccountant, create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import (
+    DPOptimizer,
+    DPPerLayerOptimizer,
+    SimpleDistributedPerLayerOptimizer,
+    get_optimizer_class,
+)
+from opacus.utils.batch_memory_manager import BatchMemoryManager as StockBatchMemoryManager
+from opacus.validators.errors import UnsupportedModuleError
+
+__all__ = [
+    "AbstractGradSampleModule",
+    "DPOptimizer",
+    "DPPerLayerOptimizer",
+    "IAccountant",
+    "SimpleDistributedPerLayerOptimizer",
+    "StockBatchMemoryManager",
+    "StockPrivacyEngine",
+    "UnsupportedModuleError",
+    "create_accountant",
+    "get_noise_multiplier",
+    "get_optimizer_class",
+]

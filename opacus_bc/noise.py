@@ -1,0 +1,122 @@
+"""Gaussian noise and sampling randomness: torch generators, or a cryptographic bit generator.
+
+Noise, sampling and augmentation use separate streams: the noise has generators of its own, seeded once from
+torch's default generator (so ``torch.manual_seed`` still makes a run repeatable), and never touches the
+default generator again.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opacus_bc.clipping import accumulation_dtype
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
+
+class NoiseSource(Protocol):
+    """Where a release's Gaussian noise comes from."""
+
+    secure: bool
+
+    def normal(self, like: Tensor, std: float) -> Tensor:
+        """Independent N(0, std^2) entries with the shape and device of ``like``, in float32 or float64."""
+        ...
+
+
+def fresh_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a 63-bit seed from ``generator`` (torch's default one if None)."""
+    return int(torch.randint(0, 2**63 - 1, (), generator=generator).item())
+
+
+class TorchNoise:
+    """Noise from torch generators, one for each device, or from the one generator the user passed.
+
+    **Edge cases**: a user's generator on another device than the parameters draws there and moves the noise.
+    """
+
+    secure = False
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self._given = generator
+        self._by_device: dict[torch.device, torch.Generator] = {}
+        self._seed = fresh_seed() if generator is None else 0
+
+    def generator_for(self, device: torch.device) -> torch.Generator:
+        """The generator that serves ``device``."""
+        if self._given is not None:
+            return self._given
+        if device not in self._by_device:
+            generator = torch.Generator(device=device)
+            # Devices get different seeds: the same noise on two of them could be subtracted.
+            generator.manual_seed((self._seed + len(self._by_device)) % 2**63)
+            self._by_device[device] = generator
+        return self._by_device[device]
+
+    def normal(self, like: Tensor, std: float) -> Tensor:
+        """See :meth:`NoiseSource.normal`."""
+        generator = self.generator_for(like.device)
+        noise = torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=generator.device)
+        return noise.normal_(0.0, std, generator=generator).to(like.device)
+
+
+def secure_generator() -> Generator:
+    """A numpy generator over AES in counter mode, keyed with 128 bits of the operating system's entropy.
+
+    Raises:
+        ImportError: ``randomgen`` is not installed (extra ``secure``).
+    """
+    try:
+        from randomgen import AESCounter
+    except ImportError as error:
+        raise ImportError(
+            "secure_mode=True needs the package randomgen: pip install 'opacus-bc[secure]'"
+        ) from error
+    return np.random.Generator(AESCounter(key=int.from_bytes(os.urandom(16), "little")))
+
+
+class SecureNoise:
+    """Cryptographic noise, hardened against attacks on floating-point Gaussians.
+
+    Every entry is half the sum of four float64 normals, after one discarded normal, as in Opacus's secure
+    mode (Holohan & Braghin 2021, section 5.1, n = 2): an attacker who wants to rebuild the noise from the
+    set of reachable floating-point values has to search 2^159 states.
+
+    **Edge cases**: after a fork the child draws a new key, so that two processes never share a stream.
+    """
+
+    secure = True
+
+    def __init__(self) -> None:
+        self._generator = secure_generator()
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a stored key would reveal past and future noise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]  # a copy starts a stream of its own
+
+    def normal(self, like: Tensor, std: float) -> Tensor:
+        """See :meth:`NoiseSource.normal`."""
+        if os.getpid() != self._pid:
+            self.__setstate__({})
+        self._generator.standard_normal()
+        total = self._generator.standard_normal(tuple(like.shape))
+        for _ in range(3):
+            total = total + self._generator.standard_normal(tuple(like.shape))
+        noise = torch.as_tensor(np.asarray(total) * (std / 2.0))
+        return noise.to(device=like.device, dtype=accumulation_dtype(like.dtype))
+
+
+def sampling_generator(*, secure: bool, generator: torch.Generator | None = None) -> Generator:
+    """The numpy generator that draws batches: cryptographic, or seeded once from a torch generator."""
+    if secure:
+        return secure_generator()
+    return np.random.Generator(np.random.Philox(fresh_seed(generator)))

@@ -1,0 +1,283 @@
+"""The optimizer of batch clipping: accumulate, clip, noise, scale, account, step.
+
+A reader who wants to know where a gradient goes can read :meth:`BatchClippingOptimizer.pre_step` from top to
+bottom; nothing else moves weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opacus_bc._opacus import DPOptimizer
+from opacus_bc.clipping import (
+    Block,
+    ClipRule,
+    accumulation_dtype,
+    add_scaled_,
+    check_positive,
+    clip_coefficients,
+    effective_noise_multiplier,
+    scale_,
+)
+from opacus_bc.loader import Delivery, DrawLedger
+from opacus_bc.noise import NoiseSource
+
+
+@dataclass(kw_only=True)
+class _OpenDraw:
+    """What has been accumulated of the draw that the next step will release. Never outlives the step."""
+
+    serial: int
+    pass_index: int
+    blocks: list[Block]
+    params: list[nn.Parameter]
+    clipped_sum: list[Tensor] | None = None
+    unclipped_chunks: list[Tensor] | None = field(default=None)
+
+
+class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
+    """Clips the gradient of whole mini-sets instead of single samples, so that BatchNorm can stay.
+
+    **Formal guarantee**: one completed step releases, for every block h of :meth:`blocks`, the sum of the
+    mini-sets' clipped vectors plus ``N(0, tau_h^2)``; given the draw this is ``G_mu``-DP with
+    ``mu = 1 / effective_noise_multiplier``. Everything else that happens to the weights is a function of
+    this release. The clip bounds and the noise of a draw are read once, when its first mini-set arrives, so a
+    scheduler moves them together or not at all.
+
+    **Edge cases**: a mini-set whose gradient is not finite counts as zero; a trainable parameter without a
+    gradient counts as zero and is noised; a step without a fresh batch, with several of them, without
+    ``backward()`` or without ``zero_grad()`` raises RuntimeError before anything changes; an exception in the
+    accountant leaves the weights alone.
+
+    Args:
+        optimizer: The user's optimizer; any first-order one.
+        noise_multiplier: Noise standard deviation over L2-sensitivity.
+        max_grad_norm: C, the clip bound.
+        clip_rule: How the parameters are grouped and clipped.
+        ledger: The private loader's record of deliveries.
+        mini_sets: k, the number of mini-sets in a draw (a public constant, whatever was delivered).
+        noise: Source of the Gaussian noise.
+        parameter_names: Names of the parameters; numbered if missing.
+        loss_reduction: ``"mean"`` divides the release by k, ``"sum"`` does not.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        clip_rule: ClipRule,
+        ledger: DrawLedger,
+        mini_sets: int,
+        noise: NoiseSource,
+        parameter_names: Mapping[nn.Parameter, str] | None = None,
+        loss_reduction: str = "mean",
+    ) -> None:
+        check_optimizer(optimizer)
+        super().__init__(
+            optimizer,
+            noise_multiplier=check_positive("noise_multiplier", noise_multiplier, zero_allowed=True),
+            max_grad_norm=check_positive("max_grad_norm", max_grad_norm),
+            expected_batch_size=mini_sets,
+            loss_reduction=loss_reduction,
+            secure_mode=noise.secure,
+        )
+        self.clip_rule = clip_rule
+        self.ledger = ledger
+        self.noise = noise
+        self._names = dict(parameter_names or {})
+        self._draw: _OpenDraw | None = None
+        self._released: dict[nn.Parameter, Tensor] = {}
+        for p in self.params:
+            p.grad = None  # whatever was computed before belongs to no draw
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Sigma: noise standard deviation over L2-sensitivity; schedulers set it."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._noise_multiplier = check_positive("noise_multiplier", value, zero_allowed=True)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C: the single source of every clip bound and, through it, of every noise scale."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._max_grad_norm = check_positive("max_grad_norm", value)
+
+    def _named_params(self) -> list[tuple[str, nn.Parameter]]:
+        return [(self._names.get(p, f"parameter_{i}"), p) for i, p in enumerate(self.params)]
+
+    def blocks(self) -> list[Block]:
+        """What the step under way releases, or what the next one will: the only source of noise scales."""
+        if self._draw is not None:
+            return list(self._draw.blocks)
+        return self.clip_rule.blocks(
+            self._named_params(), noise_multiplier=self.noise_multiplier, max_grad_norm=self.max_grad_norm
+        )
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """``sigma_eff = 1 / sqrt(sum_h (Delta_h / tau_h)^2)``, what accountants are fed."""
+        return effective_noise_multiplier(self.blocks())
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """Always one draw."""
+        return 1
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Called by Opacus's BatchMemoryManager before it fetches a chunk."""
+        self.ledger.announce_chunk(ends_set=not do_skip)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; what has been clipped of the current draw stays."""
+        self._released.clear()
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Consume the delivered batch; on the last one of a draw, release and move the weights.
+
+        Args:
+            closure: Evaluated once, before anything else.
+
+        Returns:
+            The closure's value, if there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.pre_step():
+            self.original_optimizer.step()
+        return loss
+
+    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """Accumulate the delivered batch; on the last one of a draw, leave the release in ``.grad``.
+
+        Returns:
+            Whether the draw is complete, so that the underlying optimizer may step.
+        """
+        delivery = self.ledger.outstanding()
+        draw = self._open(delivery)
+        if not delivery.placeholder:
+            self._check_gradients(draw)
+
+        self.ledger.consume()
+        self._draw = draw
+        if not delivery.placeholder:
+            self._accumulate(draw, delivery)
+        for p in draw.params:
+            p.grad = None
+        if not delivery.ends_draw:
+            return False
+        try:
+            release = self._release(draw)
+            if self.step_hook:
+                self.step_hook(self)
+        finally:
+            self._draw = None
+        for p, value in zip(draw.params, release, strict=True):
+            p.grad = value.to(p.dtype)
+            self._released[p] = p.grad
+        return True
+
+    def _open(self, delivery: Delivery) -> _OpenDraw:
+        draw = self._draw
+        if draw is not None and draw.serial == delivery.serial:
+            return draw
+        self._draw = None  # left over by a loop that was broken off: iter(loader) has discarded its draw
+        blocks = self.blocks()
+        by_name = dict(self._named_params())
+        ordered = [by_name[name] for block in blocks for name in block.names]
+        if len(ordered) != len(by_name):
+            raise RuntimeError(f"the clip rule covers {len(ordered)} of {len(by_name)} trainable parameters")
+        return _OpenDraw(
+            serial=delivery.serial, pass_index=delivery.pass_index, blocks=blocks, params=ordered
+        )
+
+    def _check_gradients(self, draw: _OpenDraw) -> None:
+        grads = [p.grad for p in draw.params]
+        if all(g is None for g in grads):
+            raise RuntimeError("optimizer.step() found no gradient: call loss.backward() on this batch first")
+        for p, g in zip(draw.params, grads, strict=True):
+            if g is None:
+                continue
+            if g is self._released.get(p):
+                raise RuntimeError(
+                    "the gradients still hold the last noised update: call optimizer.zero_grad() before "
+                    "backward()"
+                )
+            if g.layout != torch.strided:
+                name = self._names.get(p, "a parameter")
+                raise RuntimeError(
+                    f"{name} has a gradient of layout {g.layout}: noise must reach every entry, so use dense "
+                    "gradients (sparse=False)"
+                )
+
+    def _accumulate(self, draw: _OpenDraw, delivery: Delivery) -> None:
+        grads = [_as_accumulator(p) for p in draw.params]
+        if self.loss_reduction == "mean" and delivery.size != delivery.set_size:
+            scale_(grads, [delivery.size / delivery.set_size] * len(grads))
+        if draw.unclipped_chunks is not None:
+            torch._foreach_add_(grads, draw.unclipped_chunks)
+        if not delivery.ends_set:
+            draw.unclipped_chunks = grads
+            return
+        draw.unclipped_chunks = None
+        coefficients = clip_coefficients(grads, draw.blocks)
+        if coefficients is None:
+            return  # not finite: this mini-set counts as zero
+        if draw.clipped_sum is None:
+            scale_(grads, coefficients)
+            draw.clipped_sum = grads
+        else:
+            add_scaled_(draw.clipped_sum, grads, coefficients)
+
+    def _release(self, draw: _OpenDraw) -> list[Tensor]:
+        stds = [b.noise_std / m for b in draw.blocks for m in b.factors]
+        release = []
+        for i, (p, std) in enumerate(zip(draw.params, stds, strict=True)):
+            value = self.noise.normal(p, std)
+            if draw.clipped_sum is not None:
+                value += draw.clipped_sum[i]
+            release.append(value)
+        draw.clipped_sum = None
+        if self.loss_reduction == "mean" and self.expected_batch_size != 1:
+            torch._foreach_div_(release, float(self.expected_batch_size))
+        return release
+
+
+def _as_accumulator(p: nn.Parameter) -> Tensor:
+    """The parameter's gradient in accumulation precision; the tensor itself where that needs no copy."""
+    dtype = accumulation_dtype(p.dtype)
+    if p.grad is None:
+        return torch.zeros_like(p, dtype=dtype, requires_grad=False)
+    return p.grad.detach().to(dtype)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimizers and parameters that a Gaussian release cannot serve.
+
+    Raises:
+        ValueError: LBFGS (it evaluates the private loss many times a step), or complex parameters.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss several times for each step: use a first-order optimizer")
+    params: Sequence[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in params):
+        raise ValueError("optimizer has no trainable parameters: there is nothing to make private")
+    for p in params:
+        if p.is_complex():
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} is complex ({p.dtype}): use real ones")
