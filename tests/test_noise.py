@@ -1,0 +1,90 @@
+"""Noise sources: reproducible, separate from everything else, or cryptographic."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import sys
+
+import pytest
+import torch
+
+from opacus_bc.noise import SecureNoise, TorchNoise, secure_generator
+
+
+def test_a_given_generator_makes_noise_repeatable():
+    like = torch.zeros(50)
+    one, two = (TorchNoise(torch.Generator().manual_seed(3)).normal(like, 2.0) for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_noise_has_a_stream_of_its_own():
+    """Noise neither consumes the default generator nor repeats what augmentation draws from it."""
+    torch.manual_seed(0)
+    source = TorchNoise()
+    state = torch.get_rng_state()
+    noise = source.normal(torch.zeros(1000), 1.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert abs(float((noise * torch.randn(1000)).mean())) < 6 / math.sqrt(1000)
+    torch.manual_seed(0)
+    assert torch.equal(TorchNoise().normal(torch.zeros(1000), 1.0), noise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_noise_is_drawn_in_at_least_single_precision(dtype):
+    like = torch.zeros(4, dtype=dtype)
+    wanted = torch.float64 if dtype is torch.float64 else torch.float32
+    assert TorchNoise().normal(like, 1.0).dtype == wanted
+    assert SecureNoise().normal(like, 1.0).dtype == wanted
+
+
+def test_secure_noise_is_standard_normal_and_ignores_seeds():
+    """Mean, variance, kurtosis and neighbours of 400,000 values, each within six standard errors."""
+    torch.manual_seed(0)
+    n = 400_000
+    x = SecureNoise().normal(torch.zeros(n), 3.0).double() / 3.0
+    assert abs(float(x.mean())) < 6 / math.sqrt(n)
+    assert abs(float(x.var()) - 1) < 6 * math.sqrt(2 / n)
+    assert abs(float((x**4).mean()) - 3) < 6 * math.sqrt(96 / n)
+    assert abs(float((x[1:] * x[:-1]).mean())) < 6 / math.sqrt(n)
+    torch.manual_seed(0)
+    assert not torch.equal(SecureNoise().normal(torch.zeros(n), 3.0).double() / 3.0, x)
+
+
+def test_every_secure_value_is_made_of_four_normals(monkeypatch):
+    source = SecureNoise()
+    drawn = []
+    real = source._generator
+
+    class Spy:
+        def standard_normal(self, size=None):
+            value = real.standard_normal(size)
+            drawn.append(value)
+            return value
+
+    source._generator = Spy()
+    noise = source.normal(torch.zeros(3, dtype=torch.float64), 2.0)
+    assert len(drawn) == 5  # the first is thrown away
+    assert drawn[0] is not None
+    assert noise.tolist() == pytest.approx((sum(drawn[1:]) * 2.0 / 2.0).tolist())
+
+
+def test_copies_and_forks_of_a_secure_source_never_repeat_its_stream():
+    source = SecureNoise()
+    like = torch.zeros(20)
+    copies = [source, copy.deepcopy(source), pickle.loads(pickle.dumps(source))]
+    assert "key" not in repr(pickle.dumps(source))
+    values = [s.normal(like, 1.0) for s in copies]
+    source._pid = os.getpid() - 1  # as a forked child would see it
+    values.append(source.normal(like, 1.0))
+    for i, a in enumerate(values):
+        for b in values[i + 1 :]:
+            assert not torch.equal(a, b)
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "randomgen", None)
+    with pytest.raises(ImportError, match=r"opacus-bc\[secure\]"):
+        secure_generator()
