@@ -6,7 +6,8 @@
 from opacus import PrivacyEngine as StockPrivacyEngine
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks, register_grad_sampler
+from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
 from opacus.optimizers import (
     DPOptimizer,
     DPPerLayerOptimizer,
@@ -20,12 +21,15 @@ __all__ = [
     "AbstractGradSampleModule",
     "DPOptimizer",
     "DPPerLayerOptimizer",
+    "GradSampleHooks",
     "IAccountant",
     "SimpleDistributedPerLayerOptimizer",
     "StockBatchMemoryManager",
     "StockPrivacyEngine",
     "UnsupportedModuleError",
+    "compute_instance_norm_grad_sample",
     "create_accountant",
     "get_noise_multiplier",
     "get_optimizer_class",
+    "register_grad_sampler",
 ]
