@@ -1,0 +1,193 @@
+"""The f-DP accountant for Opacus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from opacus.accountants import IAccountant
+from opacus.accountants.registry import register_accountant
+
+from opacus_bc.accounting import query
+from opacus_bc.accounting.calibration import tradeoff_of
+from opacus_bc.accounting.clt import mu_clt_of
+from opacus_bc.accounting.events import (
+    RELEASE,
+    Entry,
+    check_delta,
+    check_entry,
+    check_number,
+    check_sampling,
+    check_sigma,
+    to_steps,
+)
+from opacus_bc.accounting.lattice import Step
+from opacus_bc.accounting.tradeoff import TradeOffCurve
+
+_ADJACENCY = {"poisson": "add/remove one", "partition": "replace one", "shuffle": "replace one"}
+
+
+class FDPAccountant(IAccountant):  # type: ignore[misc]
+    """Composes the exact privacy-loss distributions of all steps and answers with certified bounds.
+
+    `history` holds (sigma_eff, sample_rate, steps, sampling); entries of three fields, as Opacus writes them,
+    mean Poisson sampling. One entry per pass for "shuffle"; entries of kind "release" are one-off Gaussian
+    releases and no steps.
+
+    **Formal guarantee.** `get_epsilon` and `get_delta` are upper bounds and `get_tradeoff` is a lower one,
+    for the adjacency in `adjacency`, provided the noise schedule and the number of steps were fixed in
+    advance.
+
+    >>> accountant = FDPAccountant()
+    >>> for _ in range(100):
+    ...     accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+    >>> len(accountant), accountant.adjacency, round(accountant.get_epsilon(1e-5), 2)
+    (100, 'add/remove one', 0.72)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Any] = []
+
+    @property
+    def adjacency(self) -> str | None:
+        """What neighbouring data sets are: "add/remove one", "replace one", or None before the first step."""
+        for entry in self.history:
+            kind = entry[3] if len(entry) > 3 else "poisson"
+            if kind != RELEASE:
+                return _ADJACENCY[kind]
+        return None
+
+    def step(
+        self,
+        *,
+        noise_multiplier: float,
+        sample_rate: float,
+        sampling: str = "poisson",
+        new_pass: bool = False,
+    ) -> None:
+        """Account one optimizer step.
+
+        Args:
+            noise_multiplier: sigma_eff = 1/mu of the step.
+            sample_rate: probability that a sample takes part in it.
+            sampling: "poisson", "partition" or "shuffle".
+            new_pass: for "shuffle": this step is the first of a pass over the data. A pass costs its
+                noisiest-to- least-noisy worst case, G of the largest mu among its steps; mu^2 adds up over
+                passes.
+
+        Raises:
+            ValueError: on values out of range, and when the sampling contradicts the adjacency of earlier
+                steps.
+        """
+        kind = check_sampling(sampling)
+        sigma = check_sigma(noise_multiplier)
+        rate = check_number("sample_rate", sample_rate, 0, 1)
+        if self.adjacency not in (None, _ADJACENCY[kind]):
+            raise ValueError(
+                f"sampling={sampling!r} protects against {_ADJACENCY[kind]}, earlier steps of this accountant "
+                f"against {self.adjacency}; use a new accountant for it."
+            )
+        place = self._last_step()
+        if place is not None:
+            last = check_entry(self.history[place])
+            if kind == last[3] == "shuffle" and not new_pass:
+                self.history[place] = (min(last[0], sigma), max(last[1], rate), last[2] + 1, kind)
+                return
+            if kind != "shuffle" and (last[0], last[1], last[3]) == (sigma, rate, kind):
+                self.history[place] = (sigma, rate, last[2] + 1, kind)
+                return
+        self.history.append((sigma, rate, 1, kind))
+
+    def _last_step(self) -> int | None:
+        """Where the last entry that is not a one-off release stands."""
+        for place in range(len(self.history) - 1, -1, -1):
+            if self.history[place][3:] != (RELEASE,):
+                return place
+        return None
+
+    def release(self, *, noise_multiplier: float) -> None:
+        """Account a one-off Gaussian release of all the data, in the adjacency of the run.
+
+        Args:
+            noise_multiplier: noise standard deviation over the sensitivity in that adjacency.
+        """
+        self.history.append((check_sigma(noise_multiplier), 1.0, 0, RELEASE))
+
+    def _entries(self) -> list[Entry]:
+        entries = [check_entry(entry) for entry in self.history]
+        kinds = {_ADJACENCY[entry[3]] for entry in entries if entry[3] != RELEASE}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"history mixes the adjacencies {sorted(kinds)}; there is no guarantee to compute for it."
+            )
+        return entries
+
+    def _steps(self) -> tuple[Step, ...]:
+        return to_steps(self._entries())
+
+    def get_epsilon(self, delta: float, *args: object, **kwargs: object) -> float:
+        """Certified upper bound on epsilon at delta. Further arguments, as Opacus's callers pass them, are
+        ignored.
+        """
+        return query.epsilon_upper(self._steps(), check_delta(delta))
+
+    def get_epsilon_bounds(self, delta: float) -> tuple[float, float]:
+        """Certified (lower, upper) bounds on epsilon of the dominating pair, as far as numerics go.
+
+        Steps rounded to levels (more than 256 different ones) make the lower bound one for the rounded
+        history.
+        """
+        return query.epsilon_bounds(self._steps(), check_delta(delta))
+
+    def get_delta(self, epsilon: float) -> float:
+        """Certified upper bound on delta at epsilon >= 0."""
+        return query.delta_upper(self._steps(), check_number("epsilon", epsilon, 0, math.inf))
+
+    def get_tradeoff(self) -> TradeOffCurve:
+        """The certified trade-off curve of everything accounted so far."""
+        return tradeoff_of(self._entries())
+
+    def get_mu(self, delta: float = 1e-10) -> float:
+        """The least mu with delta_run(epsilon) <= delta_{G_mu}(epsilon) wherever delta_run(epsilon) >= delta,
+        rounded up.
+        """
+        curve = self.get_tradeoff()
+        ceiling = query.unamplified_mu(query.normalise(self._steps()))
+        return min(ceiling, curve.dominating_mu(delta))
+
+    def get_mu_clt(self) -> float:
+        """The paper's sqrt(2) sqrt(E m/N) h(sigma_eff): an approximation, which can be optimistic, and no
+        guarantee.
+        """
+        return mu_clt_of(self._entries())
+
+    def __len__(self) -> int:
+        """Number of optimizer steps."""
+        return sum(int(entry[2]) for entry in self.history)
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """The name under which Opacus knows this accountant."""
+        return "fdp"
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this accountant, or the history of Opacus's prv, rdp or gdp, which means Poisson
+        sampling.
+        """
+        state = dict(state_dict or {})
+        if state.get("mechanism") in ("prv", "rdp", "gdp"):
+            state["mechanism"] = self.mechanism()
+        before = self.history
+        super().load_state_dict(state)
+        try:
+            self.history = list(self._entries())
+        except (ValueError, TypeError):
+            self.history = before
+            raise
+
+
+def register() -> None:
+    """Make "fdp" known to Opacus's `create_accountant`; harmless to repeat, also after a reload."""
+    register_accountant(FDPAccountant.mechanism(), FDPAccountant, force=True)
