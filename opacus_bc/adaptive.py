@@ -1,0 +1,195 @@
+"""ALC at work: a clip rule whose bounds follow public layer norms, renewed between draws."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus_bc.alc import ALC, finest_layers, nominal_rule
+from opacus_bc.clipping import Adjacency, Block, Unit
+from opacus_bc.layer_groups import by_norm
+from opacus_bc.layer_norms import loss_gradient, mean_group_norms, parameter_norms
+from opacus_bc.layerwise import floored
+from opacus_bc.public_data import PublicDataError
+from opacus_bc.sparsification import HoverWatch
+
+logger = logging.getLogger("opacus_bc")
+
+# An estimation computes at most this share of the gradients of the steps between two of them, so that it
+# stays below 5 % of their time (benchmarks/alc_estimation_cost.py); a single sample costs more than its share
+# of a batch. More than LARGEST_COUNT add little: the means are then known to a few per cent.
+SHARE: Mapping[Unit, float] = {"mini-set": 0.04, "sample": 0.005}
+LARGEST_COUNT: Mapping[Unit, int] = {"mini-set": 32, "sample": 256}
+
+
+def default_count(unit: Unit, gradients: int) -> int:
+    """How many public gradients an estimation looks at when training computes ``gradients`` between two."""
+    return max(1, min(LARGEST_COUNT[unit], int(SHARE[unit] * gradients)))
+
+
+class AdaptiveClipping:
+    """ALC at work: a clip rule that estimates its norms anew between draws.
+
+    **Formal guarantee**: it reads the module's weights, which are released, and public data; never a
+    gradient, a private batch or a buffer that one has written. Bounds move in :meth:`begin_draw` only, so a
+    draw is clipped and noised with the same ones.
+
+    Args:
+        config: What the user asked for.
+        module: The model, not wrapped.
+        names: The trainable parameters.
+        unit: What is clipped.
+        adjacency: What neighbouring data sets are.
+        mini_set_size: Samples in a unit; 1 for individual clipping.
+        steps_per_epoch: What ``refresh="epoch"`` means.
+        gradients_per_step: Units clipped in a step.
+        criterion: Loss for the default gradient.
+    """
+
+    def __init__(
+        self,
+        config: ALC,
+        module: nn.Module,
+        names: Sequence[str],
+        *,
+        unit: Unit,
+        adjacency: Adjacency,
+        mini_set_size: int,
+        steps_per_epoch: int,
+        gradients_per_step: int,
+        criterion: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.config = config
+        self.module = module
+        self.mini_set_size = mini_set_size
+        self.period = steps_per_epoch if isinstance(config.refresh, str) else config.refresh
+        self.count = config.max_batches or default_count(unit, self.period * gradients_per_step)
+        self.gradient = config.gradient or loss_gradient(criterion or nn.functional.cross_entropy)
+        self.layers = finest_layers(config.layers, names)
+        self.rule = nominal_rule(config, names, unit=unit, adjacency=adjacency)
+        self.steps = 0
+        self.history: list[tuple[int, dict[str, float]]] = []
+        self.frozen: dict[str, Tensor] = {}
+        self.fixed_values: dict[str, Tensor] = {}
+        self.grad_sample_hooks: Any = None  # Opacus's, to be silenced while public data pass through
+        self._watch = HoverWatch(config.freeze) if config.freeze else None
+        self._estimated_at: int | None = None
+        self._names = tuple(names)
+        if len(config.public_loader.dataset) < mini_set_size:  # type: ignore[arg-type]
+            warnings.warn(
+                f"the public data has {len(config.public_loader.dataset)} samples, fewer than a mini-set of "  # type: ignore[arg-type]
+                f"{mini_set_size}: layer norms are estimated from a smaller mini-set and come out too large",
+                stacklevel=4,
+            )
+        if not self._estimate():
+            raise PublicDataError(
+                "the gradients on the public data are all zero or not finite, so they say nothing about the "
+                "layers: check the public loader, the criterion and the model"
+            )
+
+    def blocks(
+        self, parameters: Sequence[tuple[str, Tensor]], *, noise_multiplier: float, max_grad_norm: float
+    ) -> list[Block]:
+        """See :meth:`opacus_bc.clipping.ClipRule.blocks`."""
+        return self.rule.blocks(parameters, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm)
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """The latest e_h by layer (for ``layers=G`` by module)."""
+        return self.history[-1][1]
+
+    def begin_draw(self) -> None:
+        """Estimate the norms anew if it is time; called before a draw's blocks are read."""
+        due = self.config.refresh != "once" and self.steps % self.period == 0
+        if (due or self._estimated_at is None) and self._estimated_at != self.steps and not self._estimate():
+            self._estimated_at = self.steps
+            warnings.warn(
+                f"step {self.steps}: the public gradients are all zero or not finite; the clip bounds stay "
+                "what they were",
+                stacklevel=2,
+            )
+
+    def _estimate(self) -> bool:
+        with self._silenced():
+            measured = parameter_norms(
+                self.module,
+                self._names,
+                loader=self.config.public_loader,
+                gradient=self.gradient,
+                mini_set_size=self.mini_set_size,
+                count=self.count,
+                seed=len(self.history),
+                frozen=self.frozen,
+            )
+        if not measured:
+            return False
+        layers = mean_group_norms(measured, self.layers)
+        if max(layers.values()) == 0:
+            return False
+        groups = self.rule.groups
+        if isinstance(self.config.layers, int):
+            groups = by_norm(self.layers, floored(layers), self.config.layers)
+        self.rule = replace(
+            self.rule,
+            groups=groups,
+            norms=mean_group_norms(measured, groups),
+            frozen={name: int(mask.sum()) for name, mask in self.frozen.items()},
+        )
+        self.history.append((self.steps, layers))
+        self._estimated_at = self.steps
+        return True
+
+    @contextmanager
+    def _silenced(self) -> Iterator[None]:
+        hooks = self.grad_sample_hooks
+        if not getattr(hooks, "hooks_enabled", False):
+            yield
+            return
+        hooks.disable_hooks()
+        try:
+            yield
+        finally:
+            hooks.enable_hooks()
+
+    def end_step(self, weights: Mapping[str, Tensor], noise_steps: Mapping[str, float]) -> None:
+        """A step has moved the weights: hold frozen entries, and look for converged ones.
+
+        Args:
+            weights: The released parameters by name; frozen entries are written.
+            noise_steps: Standard deviation of the noise that the step added to each parameter's entries.
+        """
+        self.steps += 1
+        if self._watch is None:
+            return
+        self._hold(weights)
+        if self._watch.points == 0:
+            self._watch.start(weights)
+            return
+        found = self._watch.observe(weights, noise_steps)
+        if found is None:
+            return
+        fresh = 0
+        for name, (hovers, mean) in found.items():
+            old = self.frozen.get(name, torch.zeros_like(hovers))
+            new = hovers & ~old
+            if count := int(new.sum()):
+                fresh += count
+                before = self.fixed_values.get(name, mean)
+                self.fixed_values[name] = torch.where(old, before, mean)
+                self.frozen[name] = old | new
+        if fresh:
+            self._hold(weights)
+            self._estimated_at = None  # the frozen entries must leave e_h before the next draw
+            logger.info("step %d: %d entries have converged and are fixed", self.steps, fresh)
+
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, mask in self.frozen.items():
+                weights[name].copy_(torch.where(mask, self.fixed_values[name], weights[name]))
