@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus_bc._opacus import DPOptimizer
+from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.clipping import (
     Block,
     ClipRule,
@@ -22,7 +22,6 @@ from opacus_bc.clipping import (
     add_scaled_,
     check_positive,
     clip_coefficients,
-    effective_noise_multiplier,
     scale_,
 )
 from opacus_bc.loader import Delivery, DrawLedger
@@ -40,8 +39,12 @@ class _OpenDraw:
     clipped_sum: list[Tensor] | None = None
     unclipped_chunks: list[Tensor] | None = field(default=None)
 
+    @property
+    def names(self) -> list[str]:
+        return [name for block in self.blocks for name in block.names]
 
-class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
+
+class BatchClippingOptimizer(BlockOptimizer):
     """Clips the gradient of whole mini-sets instead of single samples, so that BatchNorm can stay.
 
     **Formal guarantee**: one completed step releases, for every block h of :meth:`blocks`, the sum of the
@@ -95,42 +98,12 @@ class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is un
         self._names = dict(parameter_names or {})
         self._draw: _OpenDraw | None = None
         self._released: dict[nn.Parameter, Tensor] = {}
+        self._released_blocks: list[Block] = []
         for p in self.params:
             p.grad = None  # whatever was computed before belongs to no draw
 
-    @property
-    def noise_multiplier(self) -> float:
-        """Sigma: noise standard deviation over L2-sensitivity; schedulers set it."""
-        return self._noise_multiplier
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: float) -> None:
-        self._noise_multiplier = check_positive("noise_multiplier", value, zero_allowed=True)
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C: the single source of every clip bound and, through it, of every noise scale."""
-        return self._max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        self._max_grad_norm = check_positive("max_grad_norm", value)
-
-    def _named_params(self) -> list[tuple[str, nn.Parameter]]:
-        return [(self._names.get(p, f"parameter_{i}"), p) for i, p in enumerate(self.params)]
-
-    def blocks(self) -> list[Block]:
-        """What the step under way releases, or what the next one will: the only source of noise scales."""
-        if self._draw is not None:
-            return list(self._draw.blocks)
-        return self.clip_rule.blocks(
-            self._named_params(), noise_multiplier=self.noise_multiplier, max_grad_norm=self.max_grad_norm
-        )
-
-    @property
-    def effective_noise_multiplier(self) -> float:
-        """``sigma_eff = 1 / sqrt(sum_h (Delta_h / tau_h)^2)``, what accountants are fed."""
-        return effective_noise_multiplier(self.blocks())
+    def _blocks_under_way(self) -> list[Block] | None:
+        return None if self._draw is None else self._draw.blocks
 
     @property
     def accumulated_iterations(self) -> int:
@@ -161,6 +134,7 @@ class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is un
                 loss = closure()
         if self.pre_step():
             self.original_optimizer.step()
+            self._end_step(self._released_blocks)
         return loss
 
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
@@ -188,6 +162,7 @@ class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is un
                 self.step_hook(self)
         finally:
             self._draw = None
+        self._released_blocks = draw.blocks
         for p, value in zip(draw.params, release, strict=True):
             p.grad = value.to(p.dtype)
             self._released[p] = p.grad
@@ -198,7 +173,7 @@ class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is un
         if draw is not None and draw.serial == delivery.serial:
             return draw
         self._draw = None  # left over by a loop that was broken off: iter(loader) has discarded its draw
-        blocks = self.blocks()
+        blocks = self._begin_draw()
         by_name = dict(self._named_params())
         ordered = [by_name[name] for block in blocks for name in block.names]
         if len(ordered) != len(by_name):
@@ -236,6 +211,7 @@ class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is un
             draw.unclipped_chunks = grads
             return
         draw.unclipped_chunks = None
+        self._mask_(grads, draw.names)
         coefficients = clip_coefficients(grads, draw.blocks)
         if coefficients is None:
             return  # not finite: this mini-set counts as zero
@@ -254,6 +230,7 @@ class BatchClippingOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is un
                 value += draw.clipped_sum[i]
             release.append(value)
         draw.clipped_sum = None
+        self._mask_(release, draw.names)
         if self.loss_reduction == "mean" and self.expected_batch_size != 1:
             torch._foreach_div_(release, float(self.expected_batch_size))
         return release
