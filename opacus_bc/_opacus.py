@@ -14,6 +14,8 @@ from opacus.optimizers import (
     SimpleDistributedPerLayerOptimizer,
     get_optimizer_class,
 )
+from opacus.optimizers.optimizer import _check_processed_flag as check_processed_flag
+from opacus.optimizers.optimizer import _mark_as_processed as mark_as_processed
 from opacus.utils.batch_memory_manager import BatchMemoryManager as StockBatchMemoryManager
 from opacus.validators.errors import UnsupportedModuleError
 
@@ -27,9 +29,11 @@ __all__ = [
     "StockBatchMemoryManager",
     "StockPrivacyEngine",
     "UnsupportedModuleError",
+    "check_processed_flag",
     "compute_instance_norm_grad_sample",
     "create_accountant",
     "get_noise_multiplier",
     "get_optimizer_class",
+    "mark_as_processed",
     "register_grad_sampler",
 ]

@@ -99,14 +99,14 @@ class BlockOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
             self.adaptive.begin_draw()
         return self.blocks()
 
-    def _mask_(self, tensors: Sequence[Tensor], names: Sequence[str], *, by_sample: bool = False) -> None:
+    def _mask_(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
         """Set the frozen entries of gradients to zero, in place."""
         if self.adaptive is None or not self.adaptive.frozen:
             return
         for tensor, name in zip(tensors, names, strict=True):
             mask = self.adaptive.frozen.get(name)
             if mask is not None:
-                tensor.masked_fill_(mask.unsqueeze(0) if by_sample else mask, 0.0)
+                tensor.masked_fill_(mask, 0.0)
 
     def _end_step(self, released: Sequence[Block]) -> None:
         """The underlying optimizer has moved the weights by a release of these blocks."""
