@@ -1,0 +1,113 @@
+"""Which clip rule a call of ``make_private`` asks for, and what it makes of a noise multiplier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from opacus_bc.adaptive import AdaptiveClipping
+from opacus_bc.alc import ALC, nominal_rule
+from opacus_bc.block_optimizer import BlockOptimizer
+from opacus_bc.clipping import Adjacency, ClipRule, FlatClipping, Unit, effective_noise_multiplier
+from opacus_bc.sampling import Sampling, SamplingPlan
+from opacus_bc.stock import PassCountingLoader
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def trainable(module: nn.Module, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the optimizer trains, by name."""
+    own = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    return [(name, p) for name, p in module.named_parameters() if p in own]
+
+
+def effective_per_multiplier(
+    config: ALC | None, parameters: Named, *, unit: Unit, adjacency: Adjacency
+) -> float:
+    """``sigma_eff / sigma``, read off the very blocks that training will release (at sigma = 1).
+
+    Raises:
+        ValueError: ALC's layers or noise weights do not fit the parameters.
+    """
+    rule: ClipRule = FlatClipping(unit=unit, adjacency=adjacency)
+    if config is not None:
+        rule = nominal_rule(config, [name for name, _ in parameters], unit=unit, adjacency=adjacency)
+    return effective_noise_multiplier(rule.blocks(parameters, noise_multiplier=1.0, max_grad_norm=1.0))
+
+
+def mini_set_rule(
+    config: ALC | None,
+    module: nn.Module,
+    parameters: Named,
+    *,
+    plan: SamplingPlan,
+    criterion: Callable[..., Tensor] | None,
+) -> ClipRule:
+    """The rule of batch clipping."""
+    if config is None:
+        return FlatClipping(unit="mini-set", adjacency=plan.adjacency)
+    return AdaptiveClipping(
+        config,
+        module,
+        [name for name, _ in parameters],
+        unit="mini-set",
+        adjacency=plan.adjacency,
+        mini_set_size=plan.mini_set_size,
+        steps_per_epoch=plan.steps_per_epoch,
+        gradients_per_step=plan.mini_sets,
+        criterion=criterion,
+    )
+
+
+def sample_rule(
+    config: ALC,
+    module: nn.Module,
+    parameters: Named,
+    *,
+    sampling: Sampling,
+    steps_per_epoch: int,
+    batch_size: int,
+    criterion: Callable[..., Tensor] | None,
+) -> AdaptiveClipping:
+    """The rule of individual clipping with ALC."""
+    return AdaptiveClipping(
+        config,
+        module,
+        [name for name, _ in parameters],
+        unit="sample",
+        adjacency=individual_adjacency(sampling),
+        mini_set_size=1,
+        steps_per_epoch=steps_per_epoch,
+        gradients_per_step=batch_size,
+        criterion=criterion,
+    )
+
+
+def individual_adjacency(sampling: Sampling) -> Adjacency:
+    """What neighbouring data sets are under individual clipping."""
+    return "add/remove one" if sampling == "poisson" else "replace one"
+
+
+def individual_hook(accountant: Any, loader: Any, *, sample_rate: float) -> Callable[[BlockOptimizer], None]:
+    """Step hook that tells the accountant the blocks' sigma_eff, for Opacus's loaders."""
+    accounted = 0
+
+    def hook(optimizer: BlockOptimizer) -> None:
+        nonlocal accounted
+        if optimizer.accumulated_iterations != 1:
+            raise RuntimeError(
+                f"{optimizer.accumulated_iterations} batches were accumulated for one step: a step must use "
+                "one batch (BatchMemoryManager splits large ones)"
+            )
+        step: dict[str, Any] = {
+            "noise_multiplier": optimizer.effective_noise_multiplier,
+            "sample_rate": sample_rate,
+        }
+        if isinstance(loader, PassCountingLoader):
+            step |= {"sampling": "shuffle", "new_pass": loader.counter.passes != accounted}
+            accounted = loader.counter.passes
+        accountant.step(**step)
+
+    return hook
