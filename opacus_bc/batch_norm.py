@@ -3,111 +3,346 @@
 Gradients through batch statistics are inside the clipped vector. The running mean and variance are not: an
 ordinary forward in training mode writes raw private statistics into buffers that ship with the model. A
 policy says what happens instead; there is no silent default.
+
+==================  =========================================  ============================================
+policy              private forwards                           running statistics
+==================  =========================================  ============================================
+a public loader     batch clipping: the mini-set's own         re-estimated on public data when stale and
+                    statistics; individual clipping: those     about to be read
+                    of a public batch, as constants
+``"private"``       the mini-set's own                         ``engine.recalibrate_batch_norm``, with noise
+``"batch"``         the mini-set's own                         none; evaluation normalises with its batch
+``"frozen"``        the given running statistics               never written
+``"unprotected"``   as plain PyTorch                           **leak**; only to reproduce the paper
+==================  =========================================  ============================================
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import UnsupportedModuleError
-
-RUNNING_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
+from opacus_bc.buffers import BufferWatch, check_unmoved, snapshot
+from opacus_bc.clipping import Adjacency
+from opacus_bc.norm_types import (
+    NORM_LAYERS,
+    ConstantStatistics,
+    FrozenStatistics,
+    MiniSetStatistics,
+    PolicyLayer,
+    is_known,
+    patch,
+    unpatch,
 )
-POLICIES = ("batch", "frozen")
+from opacus_bc.private_statistics import PrivateKeeper, PrivateStatistics
+from opacus_bc.public_data import PublicDataDescription, check_disjoint, check_public_loader, describe
+from opacus_bc.public_statistics import ConstantsKeeper, PublicBatches, PublicKeeper, PublicStatistics
+
+POLICIES = ("private", "batch", "frozen", "unprotected")
+_CHOICES = (
+    "a public DataLoader (statistics re-estimated on public data), 'private' (released with noise), 'batch' "
+    "(keep none, normalise with the batch at hand), 'frozen' (use the given ones, never write them), "
+    "'unprotected' (leak them)"
+)
+_INDIVIDUAL_CHOICES = (
+    "a public DataLoader (normalise with statistics of public batches) or 'frozen' (use the given ones); "
+    "'private' and 'batch' go with clipping='batch'"
+)
+
+Config = PublicStatistics | PrivateStatistics | str | None
 
 
 class BatchNormPolicyError(UnsupportedModuleError):  # type: ignore[misc]  # Opacus is untyped
-    """The model keeps running statistics and nothing was said about them (also a ValueError)."""
+    """The model's normalisation layers do not go with what was asked (also a ValueError)."""
 
 
-def statistics_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules that would write running statistics in a training forward, by name."""
+class UnprotectedStatisticsError(RuntimeError):
+    """A guarantee was asked for a run that leaks running statistics."""
+
+
+def statistics_modules(module: nn.Module, *, individual: bool = False) -> dict[str, nn.Module]:
+    """Layers that need a policy, by name: those that would write running statistics in a training forward.
+
+    With individual clipping also those that only mix samples (BatchNorm without running statistics), since
+    per-sample gradients do not exist through them.
+    """
+    batch_norm = NORM_LAYERS[0]
     return {
         name: child
         for name, child in module.named_modules()
-        if isinstance(child, RUNNING_STATISTICS) and child.track_running_stats
+        if isinstance(child, NORM_LAYERS)
+        and (child.track_running_stats or (individual and isinstance(child, batch_norm)))
     }
 
 
-def check_policy(module: nn.Module, policy: Any) -> None:
-    """Refuse a model with running statistics unless a policy is named; changes nothing.
+def resolve(policy: Any) -> Config:
+    """Turn what the user passed as ``batch_norm=`` into a configuration.
 
     Raises:
-        BatchNormPolicyError: The model has running statistics and ``policy`` is None.
-        ValueError: The policy is unknown.
+        ValueError: It is none.
     """
-    if policy is not None and policy not in POLICIES:
-        raise ValueError(f"batch_norm must be one of {', '.join(map(repr, POLICIES))}, got {policy!r}")
-    found = statistics_modules(module)
-    if found and policy is None:
-        name, child = next(iter(found.items()))
+    if isinstance(policy, DataLoader):
+        return PublicStatistics(loader=policy)
+    if policy is None or isinstance(policy, (PublicStatistics, PrivateStatistics)):
+        return policy
+    if not isinstance(policy, str) or policy not in POLICIES:
+        names = ", ".join(map(repr, POLICIES))
+        raise ValueError(f"batch_norm must be a public DataLoader or one of {names}, got {policy!r}")
+    return PrivateStatistics() if policy == "private" else policy
+
+
+def check_policy(
+    module: nn.Module,
+    policy: Any,
+    *,
+    individual: bool = False,
+    private_loader: DataLoader[Any] | None = None,
+) -> dict[str, nn.Module]:
+    """Refuse a model whose running statistics nobody answers for; changes nothing.
+
+    Args:
+        module: The model.
+        policy: What was passed as ``batch_norm=``; may be a DataLoader.
+        individual: Whether samples are clipped one by one.
+        private_loader: If given, public data must be disjoint from it.
+
+    Returns:
+        The layers that the policy is about, by name.
+
+    Raises:
+        BatchNormPolicyError: No policy, or one that does not go with the layers or the clipping.
+        ValueError: The policy is unknown, or the public data is private.
+    """
+    config = resolve(policy)
+    if isinstance(config, PublicStatistics):
+        check_public_loader(config.loader)
+        if private_loader is not None:
+            check_disjoint(config.loader, private_loader)
+    for name, child in module.named_modules():
+        if isinstance(child, PolicyLayer):
+            raise BatchNormPolicyError(
+                f"{name or 'the module'} ({type(child).__name__}) already obeys a policy: call "
+                "engine.finalize(module) before make_private"
+            )
+    found = statistics_modules(module, individual=individual)
+    if not found:
+        return found
+    first, layer = next(iter(found.items()))
+    which = f"{len(found)} layers (first: {first or 'the module'}, {type(layer).__name__})"
+    for name, child in found.items():
+        if isinstance(child, nn.modules.lazy.LazyModuleMixin) and child.has_uninitialized_params():
+            raise BatchNormPolicyError(
+                f"{name or 'the module'} ({type(child).__name__}) has no shape yet: run one forward on dummy "
+                "or public data before make_private, so that no private forward decides it"
+            )
+    if config is None:
+        choices = _INDIVIDUAL_CHOICES if individual else _CHOICES
         raise BatchNormPolicyError(
-            f"{len(found)} modules keep running statistics (first: {name or 'the module'}, "
-            f"{type(child).__name__}), which a private forward would write into the model unprotected. Say "
-            "what shall happen with batch_norm=: 'batch' (normalise with the batch at hand, keep no "
-            "statistics) or 'frozen' (use the given statistics, never write them)"
+            f"{which} keep running statistics or mix samples, which a private forward would write into the "
+            f"model unprotected. Say what shall happen with batch_norm=: {choices}"
         )
+    if individual:
+        _check_individual(config, found)
+    elif isinstance(config, PrivateStatistics):
+        _check_private(module, found)
+    return found
 
 
-def apply_policy(module: nn.Module, policy: str | None) -> None:
-    """Make private forwards obey the policy.
+def _check_individual(config: Config, found: dict[str, nn.Module]) -> None:
+    if isinstance(config, PrivateStatistics) or config in ("batch", "unprotected"):
+        name = config if isinstance(config, str) else "private"
+        raise BatchNormPolicyError(
+            f"batch_norm={name!r} uses statistics of the private batch, through which no sample has a "
+            f"gradient of its own: with individual clipping use {_INDIVIDUAL_CHOICES}"
+        )
+    for name, child in found.items():
+        if not is_known(child):
+            raise BatchNormPolicyError(
+                f"{name or 'the module'} ({type(child).__name__}) is a norm layer with a forward of its own, "
+                "whose per-sample gradients are not known: use torch's type, or clipping='batch'"
+            )
+        if config == "frozen" and not child.track_running_stats:
+            raise BatchNormPolicyError(
+                f"batch_norm='frozen': {name or 'the module'} ({type(child).__name__}) has no running "
+                "statistics to use; pass a public DataLoader"
+            )
 
-    **Formal guarantee**: afterwards no forward of a module in :data:`RUNNING_STATISTICS` writes a buffer.
 
-    ``"batch"`` turns a module into what ``track_running_stats=False`` constructs; ``"frozen"`` keeps it in
-    evaluation mode whatever mode the model is put into.
+def _check_private(module: nn.Module, found: dict[str, nn.Module]) -> None:
+    for name, child in statistics_modules(module, individual=True).items():
+        if name not in found:
+            raise BatchNormPolicyError(
+                f"batch_norm='private': {name or 'the module'} ({type(child).__name__}) normalises with the "
+                "batch at hand in evaluation too, so a sample's statistics would depend on other samples: "
+                "use track_running_stats=True there"
+            )
+
+
+class BatchNormPolicy:
+    """A policy at work on one model. Made by :func:`make_policy`, which validates; ``install`` changes it.
+
+    **Formal guarantee**: between ``install`` and ``finish``, for every policy but ``"unprotected"``, no
+    training forward changes a buffer of a layer in ``layers``, and one that changes any other buffer raises.
+
+    Attributes:
+        root: The model.
+        name: ``"public"``, ``"private"``, ``"batch"``, ``"frozen"``, ``"unprotected"`` or ``"none"``.
+        layers: What it is about, by name.
+        keeper: Who writes the running statistics, if anybody does.
+        public: The public data's configuration, if there is any.
+        refresh_every: Steps between new training constants (individual clipping).
     """
-    for child in statistics_modules(module).values():
-        if policy == "batch":
-            child.track_running_stats = False
-            child.running_mean = child.running_var = child.num_batches_tracked = None
-        elif policy == "frozen":
-            child.__class__ = _frozen_type(type(child))
-            child.eval()
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: Config,
+        layers: dict[str, nn.Module],
+        *,
+        individual: bool,
+        refresh_every: int,
+    ) -> None:
+        self.root = root
+        self.layers = layers
+        self.individual = individual
+        self.refresh_every = refresh_every
+        self.public = config if isinstance(config, PublicStatistics) else None
+        self.private = config if isinstance(config, PrivateStatistics) else None
+        self.name = config if isinstance(config, str) else "public" if self.public else "private"
+        if not layers:
+            self.name = "none"
+        self.keeper: PublicKeeper | PrivateKeeper | None = None
+        self.finished = False
+        self._watch: BufferWatch | None = None
+        self._before: list[Any] = []
+        self._handles: list[Any] = []
+
+    @property
+    def protected(self) -> bool:
+        """False if running statistics leak."""
+        return self.name != "unprotected"
+
+    def install(self, *, normaliser: int = 1, adjacency: Adjacency = "add/remove one") -> None:
+        """Make private forwards obey the policy.
+
+        Args:
+            normaliser: Public constant that divides the sums of ``"private"``.
+            adjacency: Which neighbours ``"private"`` protects.
+        """
+        self._before = snapshot(self.root)
+        if self.public and self.layers:
+            batches = PublicBatches(self.public)
+            self.keeper = (ConstantsKeeper if self.individual else PublicKeeper)(self.root, batches)
+        elif self.private and self.layers:
+            self.keeper = PrivateKeeper(self.root, self.private, normaliser=normaliser, adjacency=adjacency)
+        for child in self.layers.values():
+            self._patch(child)
+        if isinstance(self.keeper, ConstantsKeeper):
+            self.keeper.refresh_every = self.refresh_every
+            self.keeper.refresh_constants()
+        answered = self.layers.values() if not self.protected else filter(is_patched, self.layers.values())
+        self._watch = BufferWatch(self.root, frozenset(id(child) for child in answered))
+        if not self.protected:
+            warnings.warn(
+                f"batch_norm='unprotected': the running statistics of {len(self.layers)} layers are written "
+                "from raw private batches and ship with the model. Differential privacy does not hold; this "
+                "is meant for reproducing the paper and nothing else.",
+                stacklevel=5,
+            )
+
+    def _patch(self, child: nn.Module) -> None:
+        if self.name == "batch":
+            for name, value in (
+                ("track_running_stats", False),
+                ("running_mean", None),
+                ("running_var", None),
+                ("num_batches_tracked", None),
+            ):
+                setattr(child, name, value)
+        elif self.name == "frozen":
+            patch(child, ConstantStatistics if self.individual else FrozenStatistics)
+        elif self.name != "unprotected":
+            patch(child, ConstantStatistics if self.individual else MiniSetStatistics, self.keeper)
+
+    @contextmanager
+    def withdrawn_on_error(self) -> Iterator[None]:
+        """Undo ``install`` (of public data or ``"frozen"``) if the body raises."""
+        try:
+            yield
+        except BaseException:
+            for child in self.layers.values():
+                unpatch(child)
+            if self._watch is not None:
+                self._watch.remove()
+            raise
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Follow the steps of the optimizer that moves the weights."""
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _before_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self.finished:
+            raise RuntimeError(
+                "this model was finalized: its BatchNorm layers are plain again and would write private "
+                "statistics. Call make_private anew to go on training"
+            )
+
+    def _after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if isinstance(self.keeper, ConstantsKeeper):
+            self.keeper.after_step()
+
+    def finish(self) -> None:
+        """Bring the statistics up to date, check every buffer and give the layers their plain types back.
+
+        Raises:
+            MovingBufferError: A buffer holds what nobody released.
+        """
+        if self.finished:
+            return
+        if isinstance(self.keeper, PublicKeeper):
+            self.keeper.refresh()
+        elif isinstance(self.keeper, PrivateKeeper):
+            self.keeper.check()
+        written = self.layers.values() if self.name != "frozen" else ()
+        for child in self.layers.values():
+            training = self.root.training
+            unpatch(child)
+            child.training = training
+        check_unmoved(self._before, frozenset(id(child) for child in written))
+        if self._watch is not None:
+            self._watch.remove()
+        self.finished = True
+
+    def describe_public(self) -> PublicDataDescription | None:
+        """Size and fingerprint of the public data in use."""
+        return describe(self.public.loader) if self.public and self.layers else None
 
 
-_FROZEN_TYPES: dict[type[nn.Module], type[nn.Module]] = {}
+def is_patched(child: nn.Module) -> bool:
+    """Whether one of this package's types, over one of torch's, answers for the layer's buffers."""
+    return isinstance(child, PolicyLayer) and child.plain_type.__module__.startswith("torch.nn.modules")
 
 
-def _frozen_type(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind in _FROZEN_TYPES.values():
-        return kind
-    if kind not in _FROZEN_TYPES:
-        raise ValueError(f"batch_norm='frozen' does not know how to freeze {kind.__name__}")
-    return _FROZEN_TYPES[kind]
-
-
-class _StaysInEvaluationMode(nn.Module):
-    def train(self, mode: bool = True) -> _StaysInEvaluationMode:
-        super().train(False)
-        return self
-
-
-class FrozenBatchNorm1d(_StaysInEvaluationMode, nn.BatchNorm1d):
-    """BatchNorm1d with given statistics, never written."""
-
-
-class FrozenBatchNorm2d(_StaysInEvaluationMode, nn.BatchNorm2d):
-    """BatchNorm2d with given statistics, never written."""
-
-
-class FrozenBatchNorm3d(_StaysInEvaluationMode, nn.BatchNorm3d):
-    """BatchNorm3d with given statistics, never written."""
-
-
-_FROZEN_TYPES.update(
-    {
-        nn.BatchNorm1d: FrozenBatchNorm1d,
-        nn.BatchNorm2d: FrozenBatchNorm2d,
-        nn.BatchNorm3d: FrozenBatchNorm3d,
-    }
-)
+def make_policy(
+    module: nn.Module,
+    policy: Any,
+    *,
+    individual: bool = False,
+    private_loader: DataLoader[Any] | None = None,
+    refresh_every: int = 1,
+) -> BatchNormPolicy:
+    """Validate ``policy`` for ``module`` (see :func:`check_policy`); nothing changes before ``install``."""
+    layers = check_policy(module, policy, individual=individual, private_loader=private_loader)
+    if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
+        raise ValueError(f"batch_norm_refresh must be a whole number >= 1, got {refresh_every!r}")
+    return BatchNormPolicy(
+        module, resolve(policy), layers, individual=individual, refresh_every=refresh_every
+    )

@@ -17,12 +17,7 @@ from torch.utils.data import DataLoader
 
 from opacus_bc import accounting
 from opacus_bc import batch_norm as bn
-from opacus_bc._opacus import (
-    AbstractGradSampleModule,
-    DPOptimizer,
-    StockPrivacyEngine,
-    get_noise_multiplier,
-)
+from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer, get_noise_multiplier
 from opacus_bc.clipping import (
     FlatClipping,
     check_positive,
@@ -32,13 +27,14 @@ from opacus_bc.clipping import (
 from opacus_bc.loader import PrivateDataLoader
 from opacus_bc.noise import NoiseSource, SecureNoise, TorchNoise, sampling_generator
 from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
+from opacus_bc.release_engine import ReleaseEngine, Run
 from opacus_bc.sampling import Sampling, SamplingPlan, make_draws, make_plan, resolve_sampling
 from opacus_bc.stock import PassCountingLoader, check_keywords, guard_per_layer_bounds, shuffle_hook
 
 logger = logging.getLogger("opacus_bc")
 
 
-class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
+class PrivacyEngine(ReleaseEngine):
     """Opacus's ``PrivacyEngine`` with ``clipping="batch"``, which leaves BatchNorm in place.
 
     Args:
@@ -74,6 +70,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         self._secure_noise: SecureNoise | None = SecureNoise() if secure_mode else None
         self.secure_mode = secure_mode
         self.dataset: Any = None
+        self._runs: list[Run] = []
         if accountant == "gdp":
             warnings.warn(
                 "accountant='gdp' is a central-limit approximation, not an upper bound: it can claim less "
@@ -101,9 +98,10 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         mini_batch_size: int | None = None,
         sampling: str | None = None,
         batch_norm: Any = None,
+        batch_norm_refresh: int = 1,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Make a training set-up private; arguments as in Opacus, and four more.
+        """Make a training set-up private; arguments as in Opacus, and five more.
 
         Args:
             module: The model. With ``clipping="batch"`` the very same object is returned.
@@ -124,7 +122,9 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 divisor of the batch size gives GBC.
             sampling: ``"poisson"``, ``"partition"``, ``"shuffle"``; None derives it from
                 ``poisson_sampling``.
-            batch_norm: What happens to BatchNorm's running statistics; see ``opacus_bc.batch_norm``.
+            batch_norm: What happens to BatchNorm's running statistics: a public DataLoader, ``"private"``,
+                ``"batch"``, ``"frozen"`` or ``"unprotected"``; see ``opacus_bc.batch_norm``.
+            batch_norm_refresh: With individual clipping and public statistics: steps between new ones.
             **kwargs: What Opacus's adaptive clipping takes; anything else is a TypeError.
 
         Returns:
@@ -171,28 +171,51 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 "noise from torch generators, none of which is cryptographic"
             )
         self._check_accountant(kind)
-        bn.check_policy(module, batch_norm)
+        policy = bn.make_policy(
+            module,
+            batch_norm,
+            individual=True,
+            private_loader=data_loader,
+            refresh_every=batch_norm_refresh,
+        )
+        if policy.layers and (grad_sample_mode not in ("hooks", "ghost") or not batch_first):
+            raise ValueError(
+                f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
+                f"batch_first=True, got {grad_sample_mode!r} and {batch_first}"
+            )
         if kind == "partition":
             raise ValueError(f"sampling='partition' goes with clipping='batch', got clipping={clipping!r}")
         loader = data_loader if kind == "poisson" else PassCountingLoader(data_loader)
-        result = super().make_private(
-            module=module,
-            optimizer=optimizer,
-            criterion=nn.CrossEntropyLoss() if criterion is None else criterion,
-            data_loader=loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=kind == "poisson",
-            clipping=clipping,
-            noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            rand_on_empty=rand_on_empty,
-            **kwargs,
-        )
+        policy.install()
+        with policy.withdrawn_on_error():
+            result = super().make_private(
+                module=module,
+                optimizer=optimizer,
+                criterion=nn.CrossEntropyLoss() if criterion is None else criterion,
+                data_loader=loader,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                poisson_sampling=kind == "poisson",
+                clipping=clipping,
+                noise_generator=noise_generator,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+                rand_on_empty=rand_on_empty,
+                **kwargs,
+            )
         private_optimizer: DPOptimizer = result[1]
+        self._start(
+            Run(
+                policy=policy,
+                wrapper=result[0],
+                optimizer=private_optimizer,
+                data_loader=data_loader,
+                sampling=kind,
+                clipping=clipping,
+            )
+        )
         guard_per_layer_bounds(private_optimizer)
         if isinstance(loader, PassCountingLoader):
             private_optimizer.attach_step_hook(
@@ -237,7 +260,8 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             )
         kind = resolve_sampling(kwargs.get("sampling"), poisson_sampling=kwargs.get("poisson_sampling", True))
         self._check_accountant(kind)
-        sigma_eff = self._calibrate(data_loader, target_epsilon, target_delta, epochs, kind, kwargs)
+        releases = self._reserved_releases(module, kwargs)
+        sigma_eff = self._calibrate(data_loader, target_epsilon, target_delta, epochs, kind, kwargs, releases)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -247,8 +271,14 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             **kwargs,
         )
 
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far at ``delta``; infinite if any step was taken without noise."""
+    def get_epsilon(self, delta: float, *, allow_unprotected: bool = False) -> float:
+        """Epsilon spent so far at ``delta``; infinite if any step was taken without noise.
+
+        Args:
+            delta: The delta of (epsilon, delta)-DP.
+            allow_unprotected: Answer for the gradients alone where running statistics leak.
+        """
+        self._check_protected(allow_unprotected)
         if any(entry[0] == 0 for entry in self.accountant.history):
             return math.inf
         return float(super().get_epsilon(delta))
@@ -269,6 +299,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         epochs: int,
         sampling: Sampling,
         kwargs: dict[str, Any],
+        releases: tuple[float, ...] = (),
     ) -> float:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"epochs must be a whole number >= 1, got {epochs!r}")
@@ -281,6 +312,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 sample_rate=1 / steps,
                 steps=epochs * steps,
                 sampling=sampling,
+                releases=releases,
             )
         budget = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": 1 / steps}
         if kwargs.get("clipping", "flat") == "batch":
@@ -317,13 +349,15 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             raise ValueError("data_loader is private already: several optimizers cannot share its draws")
         self._check_accountant(sampling)
         plan = make_plan(data_loader, sampling=sampling, mini_batch_size=mini_batch_size)
-        bn.check_policy(module, batch_norm)
+        policy = bn.make_policy(module, batch_norm, private_loader=data_loader)
+        if policy.private and self.accountant.mechanism() == "gdp":
+            raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
         draws = make_draws(
             plan, data_loader, sampling_generator(secure=self.secure_mode, generator=data_loader.generator)
         )
         self._remember(data_loader)
 
-        bn.apply_policy(module, batch_norm)
+        policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
         loader = PrivateDataLoader(data_loader, draws=draws)
         noise: NoiseSource = self._secure_noise or TorchNoise(noise_generator)
         private = BatchClippingOptimizer(
@@ -338,6 +372,17 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             loss_reduction=loss_reduction,
         )
         private.attach_step_hook(self._accounting_hook(plan))
+        self._start(
+            Run(
+                policy=policy,
+                wrapper=module,
+                optimizer=private,
+                data_loader=data_loader,
+                sampling=plan.kind,
+                clipping="batch",
+                mini_set_size=plan.mini_set_size,
+            )
+        )
         logger.info(
             "clipping='batch': at equal C and noise_multiplier an update carries %g times the noise of "
             "individual clipping's",

@@ -1,0 +1,141 @@
+"""Buffers that private forwards must not move: found while training, and checked before a release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+Owned = tuple[str, nn.Module, str]
+_WATCHED_FORWARDS = 3
+
+
+class MovingBufferError(RuntimeError):
+    """A private forward wrote into a buffer, which would ship with the model un-noised."""
+
+
+def _weight_only(module: nn.Module, name: str) -> bool:
+    """Spectral norm's power iteration reads weights alone, and those are released already."""
+    if isinstance(module, _SpectralNorm):
+        return name in ("_u", "_v")
+    old_style = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in old_style)
+
+
+def _is_counter(value: Tensor) -> bool:
+    return value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
+
+
+def watched(module: nn.Module, leave_out: frozenset[int] = frozenset()) -> Iterator[tuple[Owned, Tensor]]:
+    """Every buffer that private data could move, with its module's name, its module and its own name.
+
+    Args:
+        module: Where to look.
+        leave_out: ``id`` of modules whose buffers a policy answers for.
+    """
+    for path, child in module.named_modules():
+        if id(child) in leave_out:
+            continue
+        for name, value in child._buffers.items():
+            if value is not None and not _weight_only(child, name):
+                yield (path, child, name), value
+
+
+def _same(before: Tensor, after: Tensor) -> bool:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    if _is_counter(before):  # one more for one more forward says nothing about the data
+        return int(after) - int(before) in (0, 1)
+    difference = (before != after) & ~((before != before) & (after != after))
+    return not bool(difference.any())
+
+
+def _owner(owned: Owned) -> str:
+    path, module, name = owned
+    return f"buffer {name!r} of {path or 'the module'} ({type(module).__name__})"
+
+
+class BufferWatch:
+    """Compares all buffers around the first training forwards, then takes itself off.
+
+    Hooks sit on every module that has a buffer somewhere below it, so a part of the model that is called on
+    its own is watched too. Counters that grow by one and spectral norm's vectors may move.
+
+    Args:
+        root: The model.
+        leave_out: ``id`` of modules whose buffers are knowingly left unprotected.
+    """
+
+    def __init__(self, root: nn.Module, leave_out: frozenset[int] = frozenset()) -> None:
+        self.leave_out = leave_out
+        self._left = _WATCHED_FORWARDS
+        self._root = id(root)
+        self._before: dict[int, list[tuple[Owned, Tensor]]] = {}
+        self._handles = []
+        for child in root.modules():
+            if any(True for _ in watched(child, leave_out)):
+                self._handles.append(child.register_forward_pre_hook(self._remember))
+                self._handles.append(child.register_forward_hook(self._compare))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferWatch:
+        return self  # a copy of the model is watched by the same counter
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": [], "_before": {}, "_left": 0}
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._before.clear()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
+    def _remember(self, module: nn.Module, _inputs: Any) -> None:
+        if module.training and self._left > 0:
+            self._before[id(module)] = [
+                (o, value.detach().clone()) for o, value in watched(module, self.leave_out)
+            ]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
+    def _compare(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        before = self._before.pop(id(module), None)
+        if before is None:
+            return
+        for owned, value in before:
+            _, owner, name = owned
+            after = owner._buffers.get(name)
+            if after is None or not _same(value, after):
+                raise MovingBufferError(
+                    f"a training forward moved {_owner(owned)}: it would carry private statistics out with "
+                    "the model, without noise. Leave it unchanged in training mode (update it from "
+                    "public data), or keep the value in a plain attribute that is not released"
+                )
+        if id(module) == self._root or len(self._handles) == 2:
+            self._left -= 1
+            if self._left <= 0:
+                self.remove()
+
+
+def snapshot(module: nn.Module) -> list[tuple[Owned, Tensor]]:
+    """All buffers that private data could move, cloned; counters are left out."""
+    return [(o, value.detach().clone()) for o, value in watched(module) if not _is_counter(value)]
+
+
+def check_unmoved(before: list[tuple[Owned, Tensor]], leave_out: frozenset[int] = frozenset()) -> None:
+    """Refuse to release a model whose buffers are not those of ``before``.
+
+    Raises:
+        MovingBufferError: Names the first buffer that differs.
+    """
+    for owned, value in before:
+        _, owner, name = owned
+        after = owner._buffers.get(name)
+        if id(owner) not in leave_out and (after is None or not _same(value.to(after.device), after)):
+            raise MovingBufferError(
+                f"{_owner(owned)} is not what it was when training began, and no release of this engine "
+                "wrote it: it may hold private statistics. Set it back (or drop it) before the release"
+            )

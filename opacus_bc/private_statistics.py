@@ -1,0 +1,263 @@
+"""Running statistics from the private data itself, released with noise: ``batch_norm="private"``.
+
+Layer by layer, with the earlier layers fixed to what was released for them, every sample contributes the
+vector of its channel means and channel second moments, clipped to norm R. The sum, divided by a public
+constant, is released with Gaussian noise.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus_bc.buffers import MovingBufferError
+from opacus_bc.clipping import Adjacency, check_positive, sensitivity
+from opacus_bc.noise import NoiseSource, fresh_seed
+from opacus_bc.norm_types import PolicyLayer
+from opacus_bc.public_data import batch_input, forward, isolated_randomness
+from opacus_bc.public_statistics import evaluation_mode, weights_fingerprint
+
+# Released variances are noisy differences; below this they would blow the layer up.
+VARIANCE_FLOOR = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateStatistics:
+    """What the final release of the running statistics costs; ``batch_norm="private"`` takes the defaults.
+
+    Attributes:
+        noise_multiplier: Noise standard deviation over L2-sensitivity, for each layer.
+        bound: R, the L2 bound of a sample's vector of channel means and second moments; None takes
+            ``2 * sqrt(2 * channels)`` for each layer, which leaves activations of scale 1 unclipped.
+    """
+
+    noise_multiplier: float = 50.0
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("noise_multiplier", self.noise_multiplier)
+        if self.bound is not None:
+            check_positive("bound", self.bound)
+
+
+def release_multiplier(noise_multiplier: float, layers: int) -> float:
+    """``sigma_eff`` of releasing ``layers`` layers one after the other: ``sigma / sqrt(layers)``.
+
+    **Formal guarantee**: each layer's release is ``G_{1/sigma}``-DP given the earlier ones, and adaptive
+    composition of Gaussian mechanisms adds the squares of their parameters.
+
+    >>> round(1 / release_multiplier(50.0, 3), 4)
+    0.0346
+    """
+    return noise_multiplier / math.sqrt(layers)
+
+
+def moments(x: Tensor) -> Tensor:
+    """Channel means and channel second moments of every sample: shape ``(n, 2 * channels)``, in float64."""
+    flat = x.detach().double().flatten(2) if x.dim() > 2 else x.detach().double().unsqueeze(2)
+    return torch.cat([flat.mean(2), flat.square().mean(2)], dim=1)
+
+
+def clipped_sum(vectors: Tensor, bound: float) -> Tensor:
+    """Sum of the rows, each scaled into the ball of radius ``bound``.
+
+    **Formal guarantee**: one row more or less moves the result by at most ``bound``, one row replaced by
+    another by at most twice that.
+
+    **Edge cases**: a row that is not finite counts as zero.
+    """
+    norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    finite = torch.isfinite(norms)
+    scale = torch.where(finite, (bound * (1 - 1e-12) / norms.clamp_min(1e-300)).clamp_max(1.0), 0.0)
+    return (torch.nan_to_num(vectors, posinf=0.0, neginf=0.0) * scale).sum(0)
+
+
+def statistics_from(released: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and floored variance out of released first and second moments."""
+    mean, second = released.chunk(2)
+    return mean, (second - mean.square()).clamp_min(VARIANCE_FLOOR)
+
+
+class _Reached(Exception):
+    """The layer in question has its input: the rest of the forward is not needed."""
+
+
+def layer_sum(root: nn.Module, layer: PolicyLayer, batches: Iterable[Any], bound: float) -> Tensor:
+    """Sum over all samples of their clipped moments at the layer's input.
+
+    Raises:
+        ValueError: The layer's input does not have one row for every sample, so that what one sample
+            contributes cannot be told.
+    """
+    total = torch.zeros(2 * layer.num_features, dtype=torch.float64)
+
+    def take(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        vectors.append(moments(inputs[0]))
+        raise _Reached
+
+    vectors: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(take)
+    try:
+        for batch in batches:
+            vectors.clear()
+            try:
+                forward(root, batch)
+            except _Reached:
+                samples = _rows(batch_input(batch))
+                if len(vectors[0]) != samples:
+                    raise ValueError(
+                        f"a {layer.plain_type.__name__} gets {len(vectors[0])} rows for {samples} samples: "
+                        "batch_norm='private' needs one row for each sample; use a public loader"
+                    ) from None
+                total += clipped_sum(vectors[0], bound).cpu()
+    finally:
+        handle.remove()
+    return total
+
+
+def _rows(inputs: Any) -> int:
+    first = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
+    return len(first)
+
+
+class PrivateKeeper:
+    """Holds the released statistics; evaluation before the first release raises.
+
+    Args:
+        root: The model.
+        config: Noise and bound of the final release.
+        normaliser: The public constant by which sums are divided.
+        adjacency: Which neighbours are compared.
+    """
+
+    def __init__(
+        self, root: nn.Module, config: PrivateStatistics, *, normaliser: int, adjacency: Adjacency
+    ) -> None:
+        self._root = weakref.ref(root)
+        self.config = config
+        self.normaliser = normaliser
+        self.adjacency = adjacency
+        self.releases = 0
+        self._released_at: tuple[Any, ...] | None = None
+        self._released: list[tuple[PolicyLayer, Tensor, Tensor]] = []
+        self._busy = False
+
+    def before_evaluation(self) -> None:
+        """Raise unless statistics have been released."""
+        if self.releases == 0 and not self._busy:
+            raise RuntimeError(
+                "batch_norm='private': no running statistics have been released yet. Call "
+                "engine.recalibrate_batch_norm(noise_multiplier=..., bound=...) before evaluating (it costs "
+                "privacy), or engine.finalize(model) at the end"
+            )
+
+    def before_saving(self) -> None:
+        """Buffers hold released values, or what they held before training: nothing to do."""
+
+    def copied(self, memo: dict[int, Any]) -> PrivateKeeper:
+        """Copies share the released statistics' record."""
+        return self
+
+    @property
+    def current(self) -> bool:
+        """Whether the statistics were released at the current weights."""
+        root = self._root()
+        return root is not None and self._released_at == weights_fingerprint(root)
+
+    def check(self) -> None:
+        """Raise if a layer holds anything but what was released for it."""
+        for layer, mean, var in self._released:
+            held = layer.running_mean, layer.running_var
+            if not all(
+                isinstance(h, Tensor) and torch.equal(h, r) for h, r in zip(held, (mean, var), strict=True)
+            ):
+                raise MovingBufferError(
+                    f"the running statistics of a {layer.plain_type.__name__} are not the released ones: "
+                    "call engine.recalibrate_batch_norm() again before releasing the model"
+                )
+
+    def release(
+        self,
+        layers: Sequence[PolicyLayer],
+        batches: Iterable[Any],
+        *,
+        noise: NoiseSource,
+        noise_multiplier: float,
+        bound: float | None,
+    ) -> None:
+        """Release the statistics of all layers in the given order; accounting is the caller's duty.
+
+        **Formal guarantee**: each layer's release is ``G_{1/noise_multiplier}``-DP given the earlier ones:
+        its sum has sensitivity R (add/remove one) or 2R (replace one), the normaliser is public, and every
+        layer before it uses released statistics, so that a sample's vector depends on that sample alone.
+        """
+        root = self._root()
+        if root is None:
+            raise RuntimeError("the model of this policy no longer exists")
+        self._busy = True
+        self._released.clear()
+        try:
+            with evaluation_mode(root), torch.no_grad():
+                for layer in layers:
+                    radius = default_bound(layer.num_features) if bound is None else bound
+                    # A fresh seed: with a fixed one, a sample more would shift the others' augmentation.
+                    with isolated_randomness(fresh_seed()):
+                        total = layer_sum(root, layer, batches, radius)
+                    delta = sensitivity(radius, unit="sample", adjacency=self.adjacency) / self.normaliser
+                    released = total / self.normaliser + noise.normal(total, noise_multiplier * delta)
+                    self._released.append((layer, *_write(layer, *statistics_from(released))))
+            self.releases += 1
+            self._released_at = weights_fingerprint(root)
+        finally:
+            self._busy = False
+
+
+def default_bound(channels: int) -> float:
+    """``2 * sqrt(2 * channels)``: see :class:`PrivateStatistics`."""
+    return 2.0 * math.sqrt(2.0 * channels)
+
+
+@torch.no_grad()
+def _write(layer: PolicyLayer, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(var)
+    return layer.running_mean.clone(), layer.running_var.clone()
+
+
+def execution_order(root: nn.Module, layers: Sequence[PolicyLayer], batch: Any) -> list[PolicyLayer]:
+    """The layers in the order in which a forward reaches them; those it does not reach are left out.
+
+    The batch lends its shape only: the order is found on zeros.
+    """
+    order: list[PolicyLayer] = []
+
+    def note(module: PolicyLayer, _inputs: Any) -> None:
+        order.append(module)
+
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    keepers = [layer.keeper for layer in layers]
+    try:
+        for layer in layers:
+            layer.keeper = None
+        with evaluation_mode(root), torch.no_grad(), isolated_randomness(0):
+            forward(root, _zeros(batch_input(batch)))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, keeper in zip(layers, keepers, strict=True):
+            layer.keeper = keeper
+    return list(dict.fromkeys(order))
+
+
+def _zeros(inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return {key: _zeros(value) for key, value in inputs.items()}
+    return torch.zeros_like(inputs) if isinstance(inputs, Tensor) else inputs
