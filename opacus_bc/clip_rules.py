@@ -6,18 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from opacus_bc._opacus import AbstractGradSampleModule
 from opacus_bc.adaptive import AdaptiveClipping
 from opacus_bc.alc import ALC, nominal_rule
 from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.clipping import Adjacency, ClipRule, FlatClipping, Unit, effective_noise_multiplier
+from opacus_bc.public_data import check_disjoint
 from opacus_bc.sampling import Sampling, SamplingPlan
+from opacus_bc.sparsification import check_freezable
 from opacus_bc.stock import PassCountingLoader
 
+PER_SAMPLE_MODES = ("hooks", "ew", "functorch")
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def trainable(module: nn.Module, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
+def trainable(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     """The parameters that the optimizer trains, by name."""
     own = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     return [(name, p) for name, p in module.named_parameters() if p in own]
@@ -37,10 +43,47 @@ def effective_per_multiplier(
     return effective_noise_multiplier(rule.blocks(parameters, noise_multiplier=1.0, max_grad_norm=1.0))
 
 
+def check_alc(
+    config: ALC,
+    module: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    sampling: Sampling,
+    clipping: str,
+    grad_sample_mode: str,
+    distributed: bool,
+) -> None:
+    """Refuse what ALC cannot do before anything is changed.
+
+    Raises:
+        ValueError: The mode does not go with ALC, the public data are private, or the layers, the noise
+            weights or the optimizer do not fit.
+    """
+    if clipping not in ("batch", "flat"):
+        raise ValueError(f"alc= goes with clipping='batch' or 'flat', got clipping={clipping!r}")
+    if clipping == "flat" and (distributed or grad_sample_mode not in PER_SAMPLE_MODES):
+        raise ValueError(
+            "alc= with clipping='flat' needs per-sample gradients in one process (ghost clipping never forms "
+            f"them): grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))}, got "
+            f"{grad_sample_mode!r} for a {type(module).__name__}"
+        )
+    if isinstance(module, AbstractGradSampleModule):
+        raise ValueError("alc= needs the plain nn.Module; this one is wrapped for per-sample gradients")
+    check_disjoint(config.public_loader, data_loader)
+    if config.freeze is not None:
+        check_freezable(optimizer)
+    effective_per_multiplier(
+        config,
+        trainable(module, optimizer),
+        unit="mini-set" if clipping == "batch" else "sample",
+        adjacency=individual_adjacency(sampling),
+    )
+
+
 def mini_set_rule(
     config: ALC | None,
     module: nn.Module,
-    parameters: Named,
+    optimizer: Optimizer,
     *,
     plan: SamplingPlan,
     criterion: Callable[..., Tensor] | None,
@@ -51,7 +94,7 @@ def mini_set_rule(
     return AdaptiveClipping(
         config,
         module,
-        [name for name, _ in parameters],
+        [name for name, _ in trainable(module, optimizer)],
         unit="mini-set",
         adjacency=plan.adjacency,
         mini_set_size=plan.mini_set_size,
@@ -64,23 +107,21 @@ def mini_set_rule(
 def sample_rule(
     config: ALC,
     module: nn.Module,
-    parameters: Named,
-    *,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
     sampling: Sampling,
-    steps_per_epoch: int,
-    batch_size: int,
     criterion: Callable[..., Tensor] | None,
 ) -> AdaptiveClipping:
     """The rule of individual clipping with ALC."""
     return AdaptiveClipping(
         config,
         module,
-        [name for name, _ in parameters],
+        [name for name, _ in trainable(module, optimizer)],
         unit="sample",
         adjacency=individual_adjacency(sampling),
         mini_set_size=1,
-        steps_per_epoch=steps_per_epoch,
-        gradients_per_step=batch_size,
+        steps_per_epoch=len(data_loader),
+        gradients_per_step=data_loader.batch_size or 1,
         criterion=criterion,
     )
 

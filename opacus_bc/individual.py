@@ -72,6 +72,12 @@ class IndividualClippingOptimizer(BlockOptimizer):
         self._open: list[Block] | None = None
         self._released_blocks: list[Block] = []
 
+    def attach_to(self, module: nn.Module, *, hooks: Any) -> None:
+        """Name the parameters as ``module`` does, and silence Opacus's hooks while public data pass."""
+        self._names = {p: name for name, p in module.named_parameters()}
+        if self.adaptive is not None:
+            self.adaptive.grad_sample_hooks = hooks
+
     def _blocks_under_way(self) -> list[Block] | None:
         return self._open
 

@@ -18,12 +18,24 @@ from torch.utils.data import DataLoader
 from opacus_bc import accounting
 from opacus_bc import batch_norm as bn
 from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer, get_noise_multiplier
+from opacus_bc.alc import ALC, as_alc
+from opacus_bc.block_optimizer import BlockOptimizer
+from opacus_bc.clip_rules import (
+    check_alc,
+    effective_per_multiplier,
+    individual_adjacency,
+    individual_hook,
+    mini_set_rule,
+    sample_rule,
+    trainable,
+)
 from opacus_bc.clipping import (
-    FlatClipping,
     check_positive,
     effective_noise_multiplier,
     noise_against_individual_clipping,
 )
+from opacus_bc.individual import IndividualClippingOptimizer
+from opacus_bc.layer_report import LayerReport, layer_report
 from opacus_bc.loader import PrivateDataLoader
 from opacus_bc.noise import NoiseSource, SecureNoise, TorchNoise, sampling_generator
 from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
@@ -99,14 +111,15 @@ class PrivacyEngine(ReleaseEngine):
         sampling: str | None = None,
         batch_norm: Any = None,
         batch_norm_refresh: int = 1,
+        alc: ALC | DataLoader[Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Make a training set-up private; arguments as in Opacus, and five more.
+        """Make a training set-up private; arguments as in Opacus, and six more.
 
         Args:
             module: The model. With ``clipping="batch"`` the very same object is returned.
             optimizer: Any first-order torch optimizer.
-            criterion: Only used by Opacus's ghost clipping.
+            criterion: Used by Opacus's ghost clipping, and by ALC on public data (default: cross entropy).
             data_loader: The private data.
             noise_multiplier: Noise standard deviation over L2-sensitivity.
             max_grad_norm: C.
@@ -124,6 +137,8 @@ class PrivacyEngine(ReleaseEngine):
                 ``poisson_sampling``.
             batch_norm: What happens to BatchNorm's running statistics: a public DataLoader, ``"private"``,
                 ``"batch"``, ``"frozen"`` or ``"unprotected"``; see ``opacus_bc.batch_norm``.
+            alc: Adaptive layerwise clipping, with ``clipping="batch"`` or ``"flat"``: a public loader, or an
+                :class:`opacus_bc.ALC`. Its loader also serves BatchNorm if ``batch_norm`` is None.
             batch_norm_refresh: With individual clipping and public statistics: steps between new ones.
             **kwargs: What Opacus's adaptive clipping takes; anything else is a TypeError.
 
@@ -136,6 +151,11 @@ class PrivacyEngine(ReleaseEngine):
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if check_positive("noise_multiplier", noise_multiplier, zero_allowed=True) == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=2)
+        config = as_alc(alc)
+        if config is not None:
+            distributed = _is_distributed(module)
+            check_alc(config, module, optimizer, data_loader, kind, clipping, grad_sample_mode, distributed)
+            batch_norm = config.public_loader if batch_norm is None else batch_norm
         if clipping == "batch":
             if kwargs:
                 raise TypeError(
@@ -157,6 +177,8 @@ class PrivacyEngine(ReleaseEngine):
                 noise_generator=noise_generator,
                 mini_batch_size=mini_batch_size,
                 batch_norm=batch_norm,
+                alc=config,
+                criterion=criterion,
             )
         if mini_batch_size is not None:
             raise ValueError(
@@ -188,6 +210,8 @@ class PrivacyEngine(ReleaseEngine):
         loader = data_loader if kind == "poisson" else PassCountingLoader(data_loader)
         policy.install()
         with policy.withdrawn_on_error():
+            if config is not None:
+                kwargs["clip_rule"] = sample_rule(config, module, optimizer, data_loader, kind, criterion)
             result = super().make_private(
                 module=module,
                 optimizer=optimizer,
@@ -217,7 +241,12 @@ class PrivacyEngine(ReleaseEngine):
             )
         )
         guard_per_layer_bounds(private_optimizer)
-        if isinstance(loader, PassCountingLoader):
+        if isinstance(private_optimizer, IndividualClippingOptimizer):
+            private_optimizer.attach_to(module, hooks=result[0])
+            private_optimizer.attach_step_hook(
+                individual_hook(self.accountant, loader, sample_rate=1 / len(loader))
+            )
+        elif isinstance(loader, PassCountingLoader):
             private_optimizer.attach_step_hook(
                 shuffle_hook(self.accountant, loader, sample_rate=1 / len(loader))
             )
@@ -266,7 +295,7 @@ class PrivacyEngine(ReleaseEngine):
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
-            noise_multiplier=sigma_eff * self._multiplier_per_effective(kind, kwargs),
+            noise_multiplier=sigma_eff * self._multiplier_per_effective(module, optimizer, kind, kwargs),
             max_grad_norm=max_grad_norm,
             **kwargs,
         )
@@ -315,15 +344,48 @@ class PrivacyEngine(ReleaseEngine):
                 releases=releases,
             )
         budget = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": 1 / steps}
-        if kwargs.get("clipping", "flat") == "batch":
+        if kwargs.get("clipping", "flat") == "batch" or kwargs.get("alc") is not None:
             return float(get_noise_multiplier(**budget, steps=epochs * steps, accountant=mechanism))
         return float(get_noise_multiplier(**budget, epochs=epochs, accountant=mechanism))
 
-    def _multiplier_per_effective(self, sampling: Sampling, kwargs: dict[str, Any]) -> float:
-        """Sigma over sigma_eff: 1, or 2 where Opacus scales its noise by C and a replaced sample moves 2C."""
-        if kwargs.get("clipping", "flat") != "batch" and sampling == "shuffle":
-            return 2.0
-        return 1.0
+    def _multiplier_per_effective(
+        self, module: nn.Module, optimizer: optim.Optimizer, sampling: Sampling, kwargs: dict[str, Any]
+    ) -> float:
+        """Sigma over sigma_eff, from the blocks that training will release."""
+        batch, config = kwargs.get("clipping", "flat") == "batch", as_alc(kwargs.get("alc"))
+        if not batch and config is None:
+            # Opacus's own noise is sigma * C, while a replaced sample moves the sum by up to 2C.
+            return 2.0 if sampling == "shuffle" else 1.0
+        return 1.0 / effective_per_multiplier(
+            config,
+            trainable(module, optimizer),
+            unit="mini-set" if batch else "sample",
+            adjacency=individual_adjacency(sampling),
+        )
+
+    def _prepare_optimizer(self, *, clip_rule: Any = None, **kwargs: Any) -> DPOptimizer:
+        if clip_rule is None:
+            return super()._prepare_optimizer(**kwargs)
+        return IndividualClippingOptimizer(
+            getattr(kwargs["optimizer"], "original_optimizer", kwargs["optimizer"]),
+            noise_multiplier=kwargs["noise_multiplier"],
+            max_grad_norm=kwargs["max_grad_norm"],
+            expected_batch_size=kwargs["expected_batch_size"],
+            clip_rule=clip_rule,
+            noise=TorchNoise(kwargs["noise_generator"]),
+            loss_reduction=kwargs["loss_reduction"],
+        )
+
+    def layer_report(self) -> LayerReport:
+        """What ALC does to each layer now and how the layers' norms moved, from public data only.
+
+        Raises:
+            ValueError: Nothing was made private with ``alc=``.
+        """
+        for run in reversed(self._runs):
+            if isinstance(run.optimizer, BlockOptimizer) and run.optimizer.adaptive is not None:
+                return layer_report(run.optimizer)
+        raise ValueError("layer_report() needs layer norms from public data: pass alc= to make_private")
 
     def _make_batch_private(
         self,
@@ -338,6 +400,8 @@ class PrivacyEngine(ReleaseEngine):
         noise_generator: torch.Generator | None,
         mini_batch_size: int | None,
         batch_norm: Any,
+        alc: ALC | None,
+        criterion: Any,
     ) -> tuple[nn.Module, BatchClippingOptimizer, PrivateDataLoader]:
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
@@ -358,13 +422,15 @@ class PrivacyEngine(ReleaseEngine):
         self._remember(data_loader)
 
         policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
+        with policy.withdrawn_on_error():
+            rule = mini_set_rule(alc, module, optimizer, plan=plan, criterion=criterion)
         loader = PrivateDataLoader(data_loader, draws=draws)
         noise: NoiseSource = self._secure_noise or TorchNoise(noise_generator)
         private = BatchClippingOptimizer(
             optimizer,
             noise_multiplier=noise_multiplier,
             max_grad_norm=clip_bound,
-            clip_rule=FlatClipping(unit="mini-set", adjacency=plan.adjacency),
+            clip_rule=rule,
             ledger=loader.ledger,
             mini_sets=plan.mini_sets,
             noise=noise,
