@@ -86,7 +86,7 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]
         rate = check_number("sample_rate", sample_rate, 0, 1)
         if self.adjacency not in (None, _ADJACENCY[kind]):
             raise ValueError(
-                f"sampling={sampling!r} protects against {_ADJACENCY[kind]}, earlier steps of this accountant "
+                f"sampling={sampling!r} protects against {_ADJACENCY[kind]}, earlier steps of this run "
                 f"against {self.adjacency}; use a new accountant for it."
             )
         place = self._last_step()

@@ -21,6 +21,8 @@ from opacus_bc.accounting.plan import Plan
 
 Complexes = npt.NDArray[np.complex128]
 
+_FLOOR = 0.1
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -155,10 +157,10 @@ def compose(steps: Sequence[Step], direction: Direction, plan: Plan) -> Composed
             if exponent == plan.tilt:
                 tilted = weight * math.exp(peak - log_sum)
         phi = rfft(np.bincount(lattice.index % size, weights=tilted, minlength=size))
-        magnitude = np.minimum(np.abs(phi) + per_value, 1.0)
-        bound *= magnitude**count
-        least = np.minimum(least, magnitude)
         powered = _power(phi, count)
+        # |phi| + e <= floor + e or <= |phi| (1 + e/floor): bounds the power without taking it twice.
+        bound *= np.maximum(np.abs(powered), _FLOOR**count) * ((1 + per_value / _FLOOR) ** count * (1 + 1e-9))
+        least = np.minimum(least, np.maximum(np.abs(phi), _FLOOR))
         spectrum = powered if spectrum is None else spectrum * powered
         total += count
     assert spectrum is not None

@@ -15,7 +15,7 @@ from opacus_bc.accounting.lattice import Direction, Floats, Step
 from opacus_bc.accounting.plan import make_plan
 from opacus_bc.accounting.pld import Composed, compose
 
-_FINE, _FINEST, _COARSE = 0.004, 0.0015, 0.01
+_FINE, _FINEST, _COARSE = 0.004, 0.0015, 0.02
 _MANY = 16  # compositions of more different releases than this use the coarse setting
 _NEGLIGIBLE = 1e-9  # below this total Gaussian parameter the closed form without amplification is good enough
 
@@ -159,7 +159,7 @@ def epsilon_bounds(
     if ceiling == 0.0 or _closed_form(steps):
         return 0.0, ceiling
     lower, upper = 0.0, ceiling
-    for theta in (1.0, 0.3):
+    for theta in (1.0, 0.3) if len(steps) <= _MANY else (1.0,):
         least = most = 0.0
         coarse = False
         for one in (direction,) if direction else directions(steps):
@@ -218,7 +218,7 @@ def profile(steps: tuple[Step, ...]) -> tuple[Floats, Floats]:
     direction.
     """
     steps = normalise(steps)
-    goals = (0.1, 1e-4, 1e-8, 1e-12, 1e-15)
+    goals = (0.1, 1e-4, 1e-8, 1e-12, 1e-15) if len(steps) <= _MANY else (1e-2, 1e-6, 1e-12)
     curves: list[list[tuple[Floats, Floats]]] = []
     reach = 0.0
     for one in directions(steps):

@@ -169,9 +169,11 @@ class TradeOffCurve:
         """Symmetric lattice masses around zero, and the mass at infinity."""
         number = max(1, math.ceil(float(self.epsilons[-1]) / spacing))
         eps = np.asarray(spacing * np.arange(number + 1), dtype=np.float64)
-        deltas = (
-            np.array([self.delta(float(e)) for e in eps]) if self.mu is None else gaussian.delta(self.mu, eps)
-        )
+        if self.mu is not None:
+            deltas = gaussian.delta(self.mu, eps)
+        else:
+            deltas = interpolate(self.epsilons, self.deltas, eps)
+            deltas[0] = self.deltas[0]
         # Mass under the first distribution at e_i is t_i (s_{i-1} - s_i), with s the slopes of delta in t =
         # e^epsilon.
         scaled = (deltas[:-1] - deltas[1:]) / math.expm1(spacing)  # t_i s_i
