@@ -1,5 +1,7 @@
 """opacus_bc: batch clipping for Opacus. Train with BatchNorm left in place, and know what it costs."""
 
+from opacus_bc import accounting
+from opacus_bc.accounting import FDPAccountant, TradeOffCurve
 from opacus_bc.loader import BatchMemoryManager, PrivateDataLoader
 from opacus_bc.local_update import local_update
 from opacus_bc.optimizer import BatchClippingOptimizer
@@ -10,7 +12,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchClippingOptimizer",
     "BatchMemoryManager",
+    "FDPAccountant",
     "PrivacyEngine",
     "PrivateDataLoader",
+    "TradeOffCurve",
+    "accounting",
     "local_update",
 ]
+
+accounting.register()
