@@ -197,12 +197,13 @@ class ConstantStatistics(PolicyLayer):
         self._check_input_dim(x)  # type: ignore[operator]  # BatchNorm's
         if self.collecting is not None:
             return _collect(self, x)
-        mean: Tensor | None = self.constant_mean
-        var: Tensor | None = self.constant_var
-        if not self.training:
-            if self.keeper is not None:
-                _before_evaluation(self.keeper)
-            mean, var = self.running_mean, self.running_var
+        if self.training:
+            args = (x, self.weight, self.bias, self.constant_mean, self.constant_var, self.eps)
+            normalised: Tensor = _NormaliseWithConstants.apply(*args)
+            return normalised
+        if self.keeper is not None:
+            _before_evaluation(self.keeper)
+        mean, var = self.running_mean, self.running_var
         return F.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
 
     def _apply_instance_norm(self, x: Tensor) -> Tensor:
@@ -266,15 +267,52 @@ def constant_statistics_grad_sample(
 ) -> dict[Tensor, Tensor]:
     """Per-sample gradients of ``weight * (x - mean) / std + bias``: what Opacus asks of a grad sampler."""
     grads: dict[Tensor, Tensor] = {}
-    flat = backprops.flatten(2) if backprops.dim() > 2 else backprops.unsqueeze(2)
     weight, bias = layer.weight, layer.bias
-    if isinstance(weight, Tensor) and weight.requires_grad:
-        std = torch.sqrt(layer.constant_var + layer.eps)
-        centred = activations[0].reshape(flat.shape) - layer.constant_mean[:, None]
-        grads[weight] = torch.einsum("ncs,ncs->nc", centred, flat) / std
-    if isinstance(bias, Tensor) and bias.requires_grad:
-        grads[bias] = flat.sum(2)
+    if weight is not None and weight.requires_grad:
+        inverse = torch.rsqrt(layer.constant_var + layer.eps)
+        grads[weight] = _weight_grads(activations[0], backprops, layer.constant_mean, inverse)
+    if bias is not None and bias.requires_grad:
+        grads[bias] = _positions(backprops).sum(2)
     return grads
+
+
+def _positions(x: Tensor) -> Tensor:
+    """Shape (samples, channels, positions), whatever the layer's number of dimensions."""
+    return x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
+
+
+def _weight_grads(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
+    return (_positions(x) - mean[:, None]).mul_(_positions(grad)).sum(2) * inverse_std
+
+
+class _NormaliseWithConstants(torch.autograd.Function):
+    """``F.batch_norm`` in evaluation mode with a backward of three passes.
+
+    Torch's own backward of that mode takes four times as long on the CPU (5.9 ms against 1.5 ms at 256
+    samples of 6 x 28 x 28), which alone would make the layer slower than GroupNorm.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.eps = eps
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, mean, var = ctx.saved_tensors
+        inverse = torch.rsqrt(var + ctx.eps)
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            scale = inverse if weight is None else inverse * weight
+            grad_x = (_positions(grad) * scale[:, None]).reshape(x.shape).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _weight_grads(x, grad, mean, inverse).sum(0)
+        if ctx.needs_input_grad[2]:
+            grad_bias = _positions(grad).sum((0, 2))
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 _TYPES: dict[tuple[type[PolicyLayer], type[nn.Module]], type[PolicyLayer]] = {}
