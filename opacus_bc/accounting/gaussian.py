@@ -46,7 +46,7 @@ def epsilon(mu: float, delta_: float) -> float:
     >>> round(epsilon(1.0, 1e-5), 4)
     4.3772
     """
-    if mu <= 0 or float(delta(mu, 0.0)) <= delta_:
+    if mu <= 0 or float(delta(mu, 0.0)) * (1 + 1e-12) <= delta_:
         return 0.0
     if math.isinf(mu):
         return math.inf
@@ -56,11 +56,16 @@ def epsilon(mu: float, delta_: float) -> float:
         middle = (low + high) / 2
         if middle in (low, high):
             break
-        if float(delta(mu, middle)) <= delta_:
+        if float(delta(mu, middle)) + _rounding(mu, middle) <= delta_:
             high = middle
         else:
             low = middle
     return high * (1 + 1e-13)
+
+
+def _rounding(mu: float, epsilon_: float) -> float:
+    """Bound on the rounding error of `delta`, the difference of two tail probabilities of about this size."""
+    return 1e-15 * float(ndtr(mu / 2 - epsilon_ / mu))
 
 
 def mu_from(epsilon_: float | Floats, delta_: float | Floats) -> Floats:

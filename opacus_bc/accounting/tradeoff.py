@@ -87,13 +87,16 @@ class TradeOffCurve:
         """Corners of the polygon, from (0, f(0)) to (1, 0)."""
         keep = self.epsilons <= _LARGEST_EXPONENT
         eps, delta = self.epsilons[keep], self.deltas[keep]
+        # On the diagonal alpha = beta the highest line is the last one in use; flatter ones lie below it.
+        diagonal = (1 - delta) / (1 + np.exp(eps))
+        last = int(np.argmax(diagonal))
+        eps, delta, middle = eps[last:], delta[last:], diagonal[last]
         alpha = (delta[:-1] - delta[1:]) * np.exp(-eps[:-1]) / np.expm1(np.diff(eps))
         beta = 1 - delta[:-1] - np.exp(eps[:-1]) * alpha
-        x = np.concatenate([[0.0], alpha[::-1]])
-        y = np.concatenate([[1 - delta[-1]], beta[::-1]])
-        y = np.minimum.accumulate(np.clip(y, 0.0, 1.0))
-        x = np.minimum(np.maximum.accumulate(x), y)  # up to the diagonal; rounding must not cross it
-        return np.concatenate([x, y[::-1], [1.0]]), np.concatenate([y, x[::-1], [0.0]])
+        x = np.concatenate([[0.0], np.minimum(alpha[::-1], middle), [middle]])
+        y = np.concatenate([[1 - delta[-1]], np.maximum(beta[::-1], middle), [middle]])
+        x, y = np.maximum.accumulate(x), np.minimum.accumulate(y)  # rounding must not make it turn back
+        return np.concatenate([x, y[-2::-1], [1.0]]), np.concatenate([y, x[-2::-1], [0.0]])
 
     def delta(self, epsilon: float) -> float:
         """The least certified delta at epsilon; negative epsilons by symmetry."""
