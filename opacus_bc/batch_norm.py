@@ -222,6 +222,7 @@ class BatchNormPolicy:
         self.finished = False
         self._watch: BufferWatch | None = None
         self._before: list[Any] = []
+        self._dropped: list[tuple[nn.Module, str, Any]] = []
         self._handles: list[Any] = []
 
     @property
@@ -265,6 +266,7 @@ class BatchNormPolicy:
                 ("running_var", None),
                 ("num_batches_tracked", None),
             ):
+                self._dropped.append((child, name, getattr(child, name)))
                 setattr(child, name, value)
         elif self.name == "frozen":
             patch(child, ConstantStatistics if self.individual else FrozenStatistics)
@@ -273,12 +275,14 @@ class BatchNormPolicy:
 
     @contextmanager
     def withdrawn_on_error(self) -> Iterator[None]:
-        """Undo ``install`` (of public data or ``"frozen"``) if the body raises."""
+        """Undo ``install`` if the body raises."""
         try:
             yield
         except BaseException:
             for child in self.layers.values():
                 unpatch(child)
+            for child, name, value in self._dropped:
+                setattr(child, name, value)
             if self._watch is not None:
                 self._watch.remove()
             raise

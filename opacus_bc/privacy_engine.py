@@ -39,7 +39,8 @@ from opacus_bc.layer_report import LayerReport, layer_report
 from opacus_bc.loader import PrivateDataLoader
 from opacus_bc.noise import NoiseSource, SecureNoise, TorchNoise, sampling_generator
 from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
-from opacus_bc.release_engine import ReleaseEngine, Run
+from opacus_bc.release_engine import ReleaseEngine
+from opacus_bc.run import Run
 from opacus_bc.sampling import Sampling, SamplingPlan, make_draws, make_plan, resolve_sampling
 from opacus_bc.stock import PassCountingLoader, check_keywords, guard_per_layer_bounds, shuffle_hook
 
@@ -238,6 +239,7 @@ class PrivacyEngine(ReleaseEngine):
                 data_loader=data_loader,
                 sampling=kind,
                 clipping=clipping,
+                alc_loader=None if config is None else config.public_loader,
             )
         )
         guard_per_layer_bounds(private_optimizer)
@@ -447,6 +449,7 @@ class PrivacyEngine(ReleaseEngine):
                 sampling=plan.kind,
                 clipping="batch",
                 mini_set_size=plan.mini_set_size,
+                alc_loader=None if alc is None else alc.public_loader,
             )
         )
         logger.info(

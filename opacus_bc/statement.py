@@ -10,14 +10,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opacus_bc.accounting import FDPAccountant
 from opacus_bc.clipping import Block, effective_noise_multiplier, sensitivity
 from opacus_bc.public_data import PublicDataDescription, describe
-
-if TYPE_CHECKING:
-    from opacus_bc.release_engine import ReleaseEngine, Run
+from opacus_bc.run import Run
 
 FORMATS = ("text", "markdown", "json")
 # Above this epsilon an attacker's success is not bounded in any useful way.
@@ -88,7 +86,7 @@ class Facts:
     not_covered: tuple[str, ...] = _NOT_COVERED
 
 
-def facts(engine: ReleaseEngine, runs: Sequence[Run], delta: float) -> Facts:
+def facts(engine: Any, runs: Sequence[Run], delta: float) -> Facts:
     """Gather what a statement about ``engine`` at ``delta`` has to say."""
     accountant = engine.accountant
     name = accountant.mechanism()

@@ -1,0 +1,42 @@
+"""What ``make_private`` set up, for whoever has to report on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from opacus_bc._opacus import DPOptimizer
+from opacus_bc.batch_norm import BatchNormPolicy
+from opacus_bc.sampling import Sampling
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One call of ``make_private``: who trains what on which data.
+
+    Attributes:
+        policy: What happens to running statistics.
+        wrapper: What Opacus wrapped around the module, or the module itself.
+        optimizer: The private optimizer.
+        data_loader: The user's loader.
+        sampling: How steps are drawn.
+        clipping: ``"batch"`` or one of Opacus's.
+        mini_set_size: Samples that are clipped together.
+        alc_loader: The public data of adaptive layerwise clipping, if it is in use.
+    """
+
+    policy: BatchNormPolicy
+    wrapper: Any
+    optimizer: DPOptimizer
+    data_loader: DataLoader[Any]
+    sampling: Sampling
+    clipping: str
+    mini_set_size: int = 1
+    alc_loader: DataLoader[Any] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in a pass; one over the sample rate."""
+        return len(self.data_loader)
