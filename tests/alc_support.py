@@ -118,6 +118,7 @@ def one_step(
                 parameter_names={p: name for name, p in model.named_parameters()},
                 loss_reduction="sum",
             )
+            optimizer.attach_to(model, hooks=wrapped)
             indices = [i for part in draw for i in part]
             x, y = dataset[indices]
             optimizer.zero_grad()
