@@ -1,6 +1,6 @@
-"""Claim: a Poisson draw costs O(m), not O(N): 50 times faster than Opacus's sampler at N = 10 million, m = 1,024.
+"""Claim: a Poisson draw costs O(m), not O(N): 50 times less than Opacus's at N = 10 million, m = 1,024.
 
-python benchmarks/sampling.py
+    python benchmarks/sampling.py
 
 Draws are interleaved; the ratio is the median over rounds. `tests/test_sampling.py` shows that the
 distribution is the same.

@@ -1,4 +1,4 @@
-"""Claim: a batch-clipping step costs little more than plain SGD: no per-sample gradients, one ordinary backward.
+"""Claim: a batch-clipping step costs little more than plain SGD: one ordinary backward, no sample gradients.
 
     python benchmarks/step_overhead.py [--rounds 5] [--models resnet18 convnet]
 

@@ -152,7 +152,8 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     """
     results: list[Tensor] = []
     for tensor in tensors:
-        by_stride = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+        strides = tensor.stride()
+        by_stride = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
         flat = tensor.detach().permute(by_stride).reshape(-1)  # a view of every dense memory format
         dtype = accumulation_dtype(tensor.dtype)
         whole = flat.numel() // _NORM_ROW * _NORM_ROW

@@ -207,7 +207,7 @@ def test_another_adjacency_on_the_same_accountant_is_refused_and_nothing_moves()
     train(model, optimizer, loader)
     other, optimizer, loader = make(maker=maker, sampling="partition")
     before = weights(other)
-    with pytest.raises(ValueError, match="replace one.*add/remove one"):
+    with pytest.raises(ValueError, match=r"replace one.*add/remove one"):
         train(other, optimizer, loader)
     assert torch.equal(weights(other), before)
 
