@@ -24,9 +24,9 @@ logger = logging.getLogger("opacus_bc")
 
 # An estimation computes at most this share of the gradients of the steps between two of them, so that it
 # stays below 5 % of their time (benchmarks/alc_estimation_cost.py); a single sample costs more than its share
-# of a batch. More than LARGEST_COUNT add little: the means are then known to a few per cent.
+# of a batch. More than LARGEST_COUNT add little: the means are then known to within about 10 per cent.
 SHARE: Mapping[Unit, float] = {"mini-set": 0.04, "sample": 0.005}
-LARGEST_COUNT: Mapping[Unit, int] = {"mini-set": 32, "sample": 256}
+LARGEST_COUNT: Mapping[Unit, int] = {"mini-set": 32, "sample": 128}
 
 
 def default_count(unit: Unit, gradients: int) -> int:

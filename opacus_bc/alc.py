@@ -45,7 +45,7 @@ class ALC:
             norms) to "group G".
         refresh: When the norms are estimated again: ``"epoch"``, a number of steps, or ``"once"`` (never).
         max_batches: Public mini-sets (single samples for individual clipping) looked at in an estimation;
-            None stays below 5 % of an epoch's time, with at most 32 mini-sets or 256 samples.
+            None stays below 5 % of an epoch's time, with at most 32 mini-sets or 128 samples.
         gradient: ``gradient(module, batch)`` leaves g in ``.grad`` as the training loop does (``backward()``,
             or ``local_update``), for batches that are no pairs, local updates or unusual losses. None is the
             mean gradient of ``criterion(module(x), y)`` with ``make_private``'s ``criterion``, by default

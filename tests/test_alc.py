@@ -314,7 +314,7 @@ def test_a_public_set_smaller_than_a_mini_set_warns():
         ("mini-set", 844, 32),
         ("mini-set", 53, 2),
         ("mini-set", 10, 1),
-        ("sample", 54_000, 256),
+        ("sample", 54_000, 128),
         ("sample", 1500, 7),
     ],
 )
