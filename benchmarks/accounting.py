@@ -4,7 +4,7 @@ width.
 For every setting the width of our [lower, upper] is measured first. The others are then given the coarsest
 discretisation whose own certified width is no larger: PRV through eps_error, dp-accounting by refining its
 interval (pessimistic and optimistic estimates, which is where its width comes from). CPU seconds, the three
-tools taking turns, each measurement in a process of its own with 60 s and 6 GB; "-" means no answer within
+tools taking turns, each measurement in a process of its own with 20 s and 6 GB; "-" means no answer within
 that.
 
     python benchmarks/accounting.py
@@ -22,7 +22,7 @@ from accounting_table import Setting, limited, with_dp_accounting, with_prv
 from opacus_bc.accounting import query
 from opacus_bc.accounting.lattice import Step
 
-ROUNDS = 3
+ROUNDS, SECONDS = 3, 20
 PAPER_RATE = 64 / 54000
 GRID: dict[str, Setting] = {
     "paper, sigma 2.5, L 8": (2.5 / math.sqrt(8), PAPER_RATE, 42188, 1e-5),
@@ -57,7 +57,7 @@ def at_width(
     """The tool at the coarsest of start, start/3, start/10, ... whose certified width is at most `width`."""
     accuracy = start
     while accuracy > 1e-7:
-        answer = limited(lambda *s, a=accuracy: tool(*s, a), setting)
+        answer = limited(lambda *s, a=accuracy: tool(*s, a), setting, SECONDS)
         if answer is None:
             return None
         if answer[1] - answer[0] <= width * 1.01:
@@ -81,7 +81,7 @@ def main() -> None:
         seconds: dict[str, list[float]] = {key: [] for key in tools}
         for _ in range(ROUNDS):
             for key, tool in tools.items():
-                answer = limited(timed(tool), setting) if tool else None
+                answer = limited(timed(tool), setting, SECONDS) if tool else None
                 if answer:
                     seconds[key].append(answer[0])
         base = statistics.median(seconds["ours"])
@@ -94,9 +94,8 @@ def main() -> None:
                 ratios[key].append(math.inf)
                 cells.append("-")
         print(f"| {name} | {upper:.5g} | {width:.2g} | {base:.3f} | {' | '.join(cells)} |", flush=True)
-    print(
-        f"| **median** | | | | **{statistics.median(ratios['dp']):.1f}** | **{statistics.median(ratios['prv']):.1f}** |"
-    )
+    middle = {key: statistics.median(values) for key, values in ratios.items()}
+    print(f"| **median** | | | | **{middle['dp']:.1f}** | **{middle['prv']:.1f}** |")
 
 
 if __name__ == "__main__":

@@ -78,21 +78,23 @@ def with_prv(sigma: float, rate: float, steps: int, delta: float, error: float =
     return lower, upper
 
 
-def _child(tool: Callable[..., tuple[float, float]], setting: Setting, pipe: object) -> None:
+def _child(tool: Callable[..., tuple[float, float]], setting: Setting, seconds: int, pipe: object) -> None:
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES * 2**30,) * 2)
-    signal.alarm(SECONDS)
+    signal.alarm(seconds)
     try:
         pipe.send(tool(*setting))  # type: ignore[attr-defined]
     except (Exception, MemoryError):
         pipe.send(None)  # type: ignore[attr-defined]
 
 
-def limited(tool: Callable[..., tuple[float, float]], setting: Setting) -> tuple[float, float] | None:
+def limited(
+    tool: Callable[..., tuple[float, float]], setting: Setting, seconds: int = SECONDS
+) -> tuple[float, float] | None:
     """The tool's answer, or None if it fails or exceeds its limits; in a process of its own."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(tool, setting, sender))
+    process = context.Process(target=_child, args=(tool, setting, seconds, sender))
     process.start()
     sender.close()
     try:

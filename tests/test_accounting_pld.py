@@ -130,7 +130,7 @@ def test_a_single_lattice_dominates_the_true_divergence_and_meets_it_at_the_edge
 ) -> None:
     step = Step(mu, q, 1)
     spacing = 0.01 * mu * q
-    lattice = discretise(step, spacing, 9.0, 0.01, direction)  # type: ignore[arg-type]
+    lattice = discretise(step, spacing, 1e-19, 0.01, direction)  # type: ignore[arg-type]
     loss = lattice.offset + lattice.index * spacing
     largest = -math.log1p(-q) if direction == "add" else 5 * mu * q
     for epsilon in np.linspace(-0.4 * q * mu, 0.9 * largest, 23):
@@ -144,7 +144,7 @@ def test_a_single_lattice_dominates_the_true_divergence_and_meets_it_at_the_edge
 
 def test_the_symmetric_release_is_the_worse_direction_made_symmetric() -> None:
     step = Step(1.0, 0.05, 1, symmetric=True)
-    lattice = discretise(step, 1e-4, 9.0, 0.005)
+    lattice = discretise(step, 1e-4, 1e-19, 0.005)
     loss = lattice.index * 1e-4
     for epsilon in (0.0, 0.01, 0.05, 0.2, 0.5):
         truth = exact_delta(Step(1.0, 0.05, 1), epsilon, "remove")
@@ -283,3 +283,14 @@ def test_tiny_deltas_keep_their_relative_accuracy() -> None:
         assert query.delta_upper(steps, epsilon) == pytest.approx(delta, rel=0.01)
         low, high = query.epsilon_bounds(steps, delta)
         assert high - low <= 0.01 * high
+
+
+def test_heavy_tails_do_not_drown_in_rounding() -> None:
+    """Rare large losses and a tiny delta: the tilt must not grow with losses that never matter."""
+    steps = (Step(1 / 0.9103, 3.229e-05, 2421),)
+    assert query.epsilon_upper(steps, 2.64e-10) == pytest.approx(0.024806848, abs=1e-3)
+    # With so little chance of a single hit, delta is nearly that of one hit, counted 528 times.
+    few = Step(1 / 0.7077, 3.97e-06, 528)
+    upper = query.epsilon_upper((few,), 3e-11)
+    assert few.count * exact_delta(few, upper, "remove") <= 3e-11 * 1.2
+    assert upper <= 0.03

@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import erfcx, ndtr
+from scipy.special import erfcx, ndtr, ndtri
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -89,10 +89,17 @@ def _log_ratios(y: Floats, step: Step) -> Floats:
     return np.asarray(scaled + math.log1p(-step.q))
 
 
-def _edges(step: Step, spacing: float, tail: float, theta: float) -> tuple[float, Ints]:
-    """Offset and indices of the cell edges covering x from -tail to mu + tail."""
+def resolved(step: Step, cut: float) -> tuple[float, float]:
+    """The x between which losses are resolved: probability of about `cut` lies beyond, on either side."""
+    low = -ndtri(cut)
+    high = max(-ndtri(min(0.1, cut / (2 * step.q))), -ndtri(cut / 2) - step.mu)
+    return (step.mu / 2 if step.symmetric else -float(low)), step.mu + float(high)
+
+
+def _edges(step: Step, spacing: float, cut: float, theta: float) -> tuple[float, Ints]:
+    """Offset and indices of the cell edges covering the resolved x."""
     mu, q = step.mu, step.q
-    ends = np.array([mu / 2 if step.symmetric else -tail, mu + tail])
+    ends = np.array(resolved(step, cut))
     ratio = mu * (ends - mu / 2)
     if q == 1.0:
         offset, span, centre = 0.0, ratio, mu * mu / 2
@@ -182,21 +189,22 @@ def _drift(widths: Floats, low: Floats, up: Floats) -> tuple[Floats, Floats]:
 
 
 def discretise(
-    step: Step, spacing: float, tail: float, theta: float, direction: Direction = "remove"
+    step: Step, spacing: float, cut: float, theta: float, direction: Direction = "remove"
 ) -> Lattice:
     """The dominating lattice distribution of one release.
 
     **Formal guarantee.** The discrete pair's hockey-stick divergence is at least the true one, at every
-    epsilon, rounding of the special functions included. Loss beyond mu + tail counts as infinite.
+    epsilon, rounding of the special functions included. What lies beyond the resolved range counts as
+    infinite loss.
 
     Args:
         step: the release; its count is not used here.
         spacing: lattice spacing d.
-        tail: how many standard deviations around 0 and mu are resolved.
+        cut: probability on either side that need not be resolved.
         theta: largest relative width of a cell, measured from the centre of the distribution.
         direction: which of the pair is the first argument; no matter for symmetric releases.
     """
-    offset, index = _edges(step, spacing, tail, theta)
+    offset, index = _edges(step, spacing, cut, theta)
     y = np.asarray(index * spacing, dtype=np.float64)
     cells = _cells(step, y)
     widths = np.diff(y)

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri
 
-from opacus_bc.accounting.lattice import Direction, Floats, Step, losses
+from opacus_bc.accounting.lattice import Direction, Floats, Step, losses, resolved
 
 MAX_POINTS = 2**20
-_KEPT = 1e-7  # share of delta that truncation may cost
 _CONDITION = 1e3  # how far the tilted scale may lie above delta
 _ALIASED = 1e-9  # share of the tilted mass on either side of the window
 
@@ -32,21 +30,20 @@ class Plan:
     low: float
     high: float
     spacing: float
-    tail: float
+    cut: float
     theta: float
     coarse: bool  # the spacing is wider than accuracy asks for
 
 
-def _atoms(step: Step, direction: Direction, tail: float) -> tuple[Floats, Floats]:
+def _atoms(step: Step, direction: Direction, cut: float) -> tuple[Floats, Floats]:
     """(losses, log weights) of one release, by the trapezoidal rule."""
-    start = step.mu / 2 if step.symmetric else -tail
+    start, end = resolved(step, cut)
+    tail = max(end - step.mu, -start)
     if step.mu < 4 * tail:
-        x = np.linspace(start, step.mu + tail, 400)
+        x = np.linspace(start, end, 400)
     else:  # two separate humps with little in between
         gap = np.linspace(tail, step.mu - tail, 100)[1:-1]
-        x = np.concatenate(
-            [np.linspace(-tail, tail, 200), gap, np.linspace(step.mu - tail, step.mu + tail, 200)]
-        )
+        x = np.concatenate([np.linspace(-tail, tail, 200), gap, np.linspace(step.mu - tail, end, 200)])
         x = x[x >= start]
     loss = losses(step.mu * (x - step.mu / 2), step.q)
     log_base = -(x**2) / 2 - 0.5 * math.log(2 * math.pi) + np.log(np.gradient(x))
@@ -89,10 +86,12 @@ def make_plan(
     epsilon: float | None = None,
     theta: float,
     two_sided: bool = False,
+    kept: float = 1e-6,
 ) -> Plan:
     """Plan the computation of epsilon at `delta` (an `epsilon` beside it is a first guess), or of delta at
     `epsilon`.
 
+    `kept` is the share of delta that truncation may cost: a larger one tames heavy tails.
     `two_sided` widens the window until wrap-around, which never spoils the upper bound, is harmless to the
     lower one too.
 
@@ -101,8 +100,8 @@ def make_plan(
     """
     total = sum(step.count for step in steps)
     goal = delta if delta is not None else 1e-15
-    tail = float(min(37.0, max(6.0, -ndtri(max(1e-300, _KEPT * goal / total)))))
-    atoms = [(*_atoms(step, direction, tail), step.count) for step in steps]
+    cut = min(1e-9, max(1e-290, kept * goal / total))
+    atoms = [(*_atoms(step, direction, cut), step.count) for step in steps]
     spread = max(_deviation(atoms, 0.0), 1e-7)
     positive = np.logspace(-6, 1.6, 153) / spread
     exponents = np.concatenate([-positive[::-1], [0.0], positive])
@@ -123,7 +122,7 @@ def make_plan(
     excess = upper_k - upper * aim
     best = min(int(np.argmax(excess <= max(excess.min() + 1.0, math.log(_CONDITION * goal)))), len(upper) - 3)
     tilt, tilt_k = float(upper[best]), float(upper_k[best])
-    over = (upper_k - math.log(_KEPT * goal)) / upper
+    over = (upper_k - math.log(kept * goal)) / upper
     pick = int(np.argmin(over))
     high, above = float(over[pick]), float(upper[pick])
     over = (upper_k[best + 1 :] - tilt_k - math.log(_ALIASED)) / (upper[best + 1 :] - tilt)
@@ -141,6 +140,4 @@ def make_plan(
     wanted = 2.4 * theta * spread / math.sqrt(total)
     widest = max(float(np.abs(loss).max()) for loss, _, _ in atoms)
     least = max((high - low) / MAX_POINTS, widest * 2.0**-40)
-    return Plan(
-        tilt, above, far, below, low, high, max(wanted, least), tail, theta, coarse=least > 2 * wanted
-    )
+    return Plan(tilt, above, far, below, low, high, max(wanted, least), cut, theta, coarse=least > 2 * wanted)

@@ -136,7 +136,7 @@ def compose(steps: Sequence[Step], direction: Direction, plan: Plan) -> Composed
     |errors| over the window is at most the Euclidean norm of the errors over the frequencies.
     """
     spacing = plan.spacing
-    lattices = tuple((discretise(s, spacing, plan.tail, plan.theta, direction), s.count) for s in steps)
+    lattices = tuple((discretise(s, spacing, plan.cut, plan.theta, direction), s.count) for s in steps)
     offset = math.fsum(lattice.offset * count for lattice, count in lattices)
     first = math.floor((plan.low - offset) / spacing)
     size = next_fast_len(math.ceil((plan.high - plan.low) / spacing) + 2, real=True)
@@ -144,7 +144,10 @@ def compose(steps: Sequence[Step], direction: Direction, plan: Plan) -> Composed
 
     spectrum = None
     bound, least = np.ones(size // 2 + 1), np.ones(size // 2 + 1)
-    scales = dict.fromkeys((plan.tilt, plan.above, plan.far, plan.below), 0.0)
+    # Chernoff bounds take the best of a few exponents: the planned ones, and tame ones in case those
+    # overshoot.
+    tame = (plan.below / 4, plan.below / 32, -1.0, -0.1, 0.0)
+    scales = dict.fromkeys((plan.tilt, plan.above, plan.far, plan.below, *tame), 0.0)
     total = 0
     for lattice, count in lattices:
         loss = lattice.offset + lattice.index * spacing
@@ -175,13 +178,13 @@ def compose(steps: Sequence[Step], direction: Direction, plan: Plan) -> Composed
     log_scale = scales[plan.tilt]
     rounding = 1 + 4 * UNIT * (total * 40 + 1) + 1e-12
 
-    def chernoff(log_value: float) -> float:
-        return math.exp(min(0.0, log_value)) * (1 + 1e-6)
+    def chernoff(log_values: list[float]) -> float:
+        return math.exp(min(0.0, *log_values)) * (1 + 1e-6)
 
-    beyond = chernoff(scales[plan.above] - plan.above * end)
+    beyond = chernoff([k - e * end for e, k in scales.items() if e > 0])
+    wrapped = chernoff([k - log_scale - (e - plan.tilt) * end for e, k in scales.items() if e > plan.tilt])
+    wrapped += chernoff([k - log_scale + (plan.tilt - e) * start for e, k in scales.items() if e < plan.tilt])
     infinite = math.fsum(lattice.infinite * count for lattice, count in lattices)
-    wrapped = chernoff(scales[plan.far] - log_scale - (plan.far - plan.tilt) * end)
-    wrapped += chernoff(scales[plan.below] - log_scale + (plan.tilt - plan.below) * start)
     slack = 8 * UNIT * (math.fsum(lattice.top * count for lattice, count in lattices) + abs(start) + abs(end))
     return Composed(
         start=start,

@@ -97,8 +97,10 @@ def _refined(
     """Compose; where rounding errors are felt at the answer, compose again with the tilt that fits it."""
     guess: float | None = None
     least = math.inf
-    for _ in range(3):
-        plan = make_plan(steps, direction, delta=delta, epsilon=guess, theta=theta, two_sided=two_sided)
+    for kept in (1e-6, 1e-3, 1e-3):
+        plan = make_plan(
+            steps, direction, delta=delta, epsilon=guess, theta=theta, two_sided=two_sided, kept=kept
+        )
         composed = compose(steps, direction, plan)
         epsilon = _crossing(*composed.upper_profile(), delta, composed.spacing)
         least = min(least, epsilon)
