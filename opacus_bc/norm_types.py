@@ -89,7 +89,8 @@ class PolicyLayer(nn.Module):
         duplicate = _new(self.mixin, self.plain_type)
         memo[id(self)] = duplicate
         for key, value in self.__dict__.items():
-            duplicate.__dict__[key] = value.copied(memo) if key == "keeper" else copy.deepcopy(value, memo)
+            keeper = key == "keeper" and value is not None
+            duplicate.__dict__[key] = value.copied(memo) if keeper else copy.deepcopy(value, memo)
         return duplicate
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -281,8 +282,23 @@ def _positions(x: Tensor) -> Tensor:
     return x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
 
 
+# Entries of a CPU work buffer that stays in the cache; fresh pages for a temporary cost more than the sums.
+_BUFFER = 2**18
+
+
 def _weight_grads(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
-    return (_positions(x) - mean[:, None]).mul_(_positions(grad)).sum(2) * inverse_std
+    """Sum over positions of ``grad * (x - mean) / std`` for every sample and channel."""
+    x, grad, shift = _positions(x), _positions(grad), mean[:, None]
+    rows = max(1, _BUFFER // max(1, x[:1].numel()))
+    differentiable = torch.is_grad_enabled() or not x.dtype == grad.dtype == mean.dtype
+    if x.device.type != "cpu" or rows >= len(x) or differentiable:
+        return (x - shift).mul_(grad).sum(2) * inverse_std
+    sums, buffer = x.new_empty(x.shape[:2]), x.new_empty(rows, *x.shape[1:])
+    for start in range(0, len(x), rows):
+        part = x[start : start + rows]
+        work = torch.sub(part, shift, out=buffer[: len(part)])
+        torch.sum(work.mul_(grad[start : start + rows]), 2, out=sums[start : start + rows])
+    return sums.mul_(inverse_std)
 
 
 class _NormaliseWithConstants(torch.autograd.Function):
