@@ -193,3 +193,35 @@ class AdaptiveClipping:
         with torch.no_grad():
             for name, mask in self.frozen.items():
                 weights[name].copy_(torch.where(mask, self.fixed_values[name], weights[name]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an exact resume needs; all of it comes from released weights and public data."""
+        return {
+            "steps": self.steps,
+            "estimated_at": self._estimated_at,
+            "groups": dict(self.rule.groups),
+            "norms": dict(self.rule.norms),
+            "history": [(step, dict(norms)) for step, norms in self.history],
+            "frozen": {name: mask.clone() for name, mask in self.frozen.items()},
+            "fixed_values": {name: value.clone() for name, value in self.fixed_values.items()},
+            "watch": None if self._watch is None else self._watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            ValueError: The state belongs to other layers or to another ``freeze``.
+        """
+        grouped = sorted(name for names in state["groups"].values() for name in names)
+        if grouped != sorted(self._names) or len(state["groups"]) != len(self.rule.groups):
+            raise ValueError("the state is that of other layers: make the model private with the same alc=")
+        if (state["watch"] is None) != (self._watch is None):
+            raise ValueError("the state was taken with another freeze=: make the model private with the same")
+        self.steps, self._estimated_at = state["steps"], state["estimated_at"]
+        self.history = list(state["history"])
+        self.frozen, self.fixed_values = dict(state["frozen"]), dict(state["fixed_values"])
+        counts = {name: int(mask.sum()) for name, mask in self.frozen.items()}
+        self.rule = replace(self.rule, groups=state["groups"], norms=state["norms"], frozen=counts)
+        if self._watch is not None:
+            self._watch.load_state_dict(state["watch"])

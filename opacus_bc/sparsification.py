@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -170,3 +171,24 @@ class HoverWatch:
             )
         self.start(weights)
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window under way."""
+        return {
+            "points": self.points,
+            "smallest_step": dict(self.smallest_step),
+            **{
+                key: {name: t.clone() for name, t in tensors.items()}
+                for key, tensors in (
+                    ("origin", self.origin),
+                    ("total", self.total),
+                    ("squares", self.squares),
+                )
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.points = state["points"]
+        self.smallest_step = dict(state["smallest_step"])
+        self.origin, self.total, self.squares = (dict(state[key]) for key in ("origin", "total", "squares"))

@@ -303,3 +303,24 @@ def test_optimizers_whose_noise_is_not_known_are_refused(make, message):
             clipping="batch",
             alc=ALC(DataLoader(public, batch_size=8), gradient=pull, freeze=FreezeConverged()),
         )
+
+
+def test_a_resumed_run_takes_the_same_decisions(tmp_path):
+    """Estimates, frozen entries and the window under way survive a file."""
+    optimizer = frozen_run(steps=230)[2]
+    torch.save(optimizer.adaptive.state_dict(), tmp_path / "alc.pt")
+    other = frozen_run(steps=1)[2].adaptive
+    other.load_state_dict(torch.load(tmp_path / "alc.pt", weights_only=True))
+    assert other.rule == optimizer.adaptive.rule
+    assert other.history == optimizer.adaptive.history
+    assert (other.steps, other._estimated_at) == (optimizer.adaptive.steps, optimizer.adaptive._estimated_at)
+    for name, p in optimizer._named_params():
+        for a, b in ((other, optimizer.adaptive), (other._watch, optimizer.adaptive._watch)):
+            for key in ("frozen", "fixed_values", "origin", "total", "squares"):
+                if name in getattr(a, key, {}):
+                    assert torch.equal(getattr(a, key)[name], getattr(b, key)[name])
+        assert other._watch.origin[name].shape == p.shape
+    with pytest.raises(ValueError, match="other layers"):
+        other.load_state_dict({**optimizer.adaptive.state_dict(), "groups": {"group 1": ("w",)}})
+    with pytest.raises(ValueError, match="another freeze="):
+        other.load_state_dict({**optimizer.adaptive.state_dict(), "watch": None})
