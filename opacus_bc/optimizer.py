@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -152,7 +153,8 @@ class BatchClippingOptimizer(BlockOptimizer):
         self._draw = draw
         if not delivery.placeholder:
             self._accumulate(draw, delivery)
-        for p in draw.params:
+        # All of them, not only the draw's: one frozen after backward() or thawed within the draw must not move.
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
             p.grad = None
         if not delivery.ends_draw:
             return False

@@ -367,6 +367,28 @@ def test_a_broken_off_draw_leaves_nothing_behind():
     assert torch.equal(weights(model), weights(fresh))
 
 
+@pytest.mark.parametrize("thaw", [True, False])
+def test_a_parameter_frozen_or_thawed_within_a_draw_never_moves_by_its_raw_gradient(thaw):
+    """The bias gets a huge gradient while it is not part of the release."""
+    model = nn.Linear(4, 2)
+    model.bias.requires_grad_(not thaw)
+    data = TensorDataset(DATA.tensors[0], DATA.tensors[1])
+    optimizer, loader = private_parts(model, data, DRAWS[:1], mini_sets=4, clip_bound=1e-6)
+    optimizer.original_optimizer.param_groups[0]["params"] = list(model.parameters())
+    before = model.bias.detach().clone()
+    for x, y in loader:
+        optimizer.zero_grad()
+        if thaw:
+            (1e6 * cross_entropy(model, x, y)).backward()
+            model.bias.requires_grad_(True)
+        else:
+            model.bias.requires_grad_(True)
+            (1e6 * cross_entropy(model, x, y)).backward()
+            model.bias.requires_grad_(False)
+        optimizer.step()
+    assert float((model.bias.detach() - before).abs().max()) <= 1e-6
+
+
 def test_an_exception_in_the_loop_is_never_half_accounted():
     model, optimizer, loader, counter = parts()
     iterator = iter(loader)
