@@ -28,6 +28,9 @@ logger = logging.getLogger("opacus_bc")
 SHARE: Mapping[Unit, float] = {"mini-set": 0.04, "sample": 0.005}
 LARGEST_COUNT: Mapping[Unit, int] = {"mini-set": 32, "sample": 128}
 
+# For the plot: when there are more estimations, every second one is dropped.
+LONGEST_HISTORY = 1000
+
 
 def default_count(unit: Unit, gradients: int) -> int:
     """How many public gradients an estimation looks at when training computes ``gradients`` between two."""
@@ -75,6 +78,7 @@ class AdaptiveClipping:
         self.layers = finest_layers(config.layers, names)
         self.rule = nominal_rule(config, names, unit=unit, adjacency=adjacency)
         self.steps = 0
+        self.estimations = 0
         self.history: list[tuple[int, dict[str, float]]] = []
         self.frozen: dict[str, Tensor] = {}
         self.fixed_values: dict[str, Tensor] = {}
@@ -107,8 +111,9 @@ class AdaptiveClipping:
 
     def begin_draw(self) -> None:
         """Estimate the norms anew if it is time; called before a draw's blocks are read."""
-        due = self.config.refresh != "once" and self.steps % self.period == 0
-        if (due or self._estimated_at is None) and self._estimated_at != self.steps and not self._estimate():
+        scheduled = self.config.refresh != "once" and self.steps % self.period == 0
+        due = self._estimated_at is None or (scheduled and self._estimated_at != self.steps)
+        if due and not self._estimate():
             self._estimated_at = self.steps
             warnings.warn(
                 f"step {self.steps}: the public gradients are all zero or not finite; the clip bounds stay "
@@ -117,6 +122,7 @@ class AdaptiveClipping:
             )
 
     def _estimate(self) -> bool:
+        self.estimations += 1
         with self._silenced():
             measured = parameter_norms(
                 self.module,
@@ -125,7 +131,7 @@ class AdaptiveClipping:
                 gradient=self.gradient,
                 mini_set_size=self.mini_set_size,
                 count=self.count,
-                seed=len(self.history),
+                seed=self.estimations,
                 frozen=self.frozen,
             )
         if not measured:
@@ -143,6 +149,8 @@ class AdaptiveClipping:
             frozen={name: int(mask.sum()) for name, mask in self.frozen.items()},
         )
         self.history.append((self.steps, layers))
+        if len(self.history) > LONGEST_HISTORY:
+            self.history = [*self.history[:-1:2], self.history[-1]]
         self._estimated_at = self.steps
         return True
 
@@ -198,6 +206,7 @@ class AdaptiveClipping:
         """What an exact resume needs; all of it comes from released weights and public data."""
         return {
             "steps": self.steps,
+            "estimations": self.estimations,
             "estimated_at": self._estimated_at,
             "groups": dict(self.rule.groups),
             "norms": dict(self.rule.norms),
@@ -219,7 +228,7 @@ class AdaptiveClipping:
         if (state["watch"] is None) != (self._watch is None):
             raise ValueError("the state was taken with another freeze=: make the model private with the same")
         self.steps, self._estimated_at = state["steps"], state["estimated_at"]
-        self.history = list(state["history"])
+        self.estimations, self.history = state["estimations"], list(state["history"])
         self.frozen, self.fixed_values = dict(state["frozen"]), dict(state["fixed_values"])
         counts = {name: int(mask.sum()) for name, mask in self.frozen.items()}
         self.rule = replace(self.rule, groups=state["groups"], norms=state["norms"], frozen=counts)

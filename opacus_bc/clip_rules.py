@@ -148,7 +148,8 @@ def individual_hook(accountant: Any, loader: Any, *, sample_rate: float) -> Call
         }
         if isinstance(loader, PassCountingLoader):
             step |= {"sampling": "shuffle", "new_pass": loader.counter.passes != accounted}
-            accounted = loader.counter.passes
         accountant.step(**step)
+        if isinstance(loader, PassCountingLoader):
+            accounted = loader.counter.passes
 
     return hook

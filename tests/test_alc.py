@@ -402,6 +402,15 @@ def test_bounds_do_not_move_within_a_draw():
     assert optimizer.blocks() == blocks
 
 
+def test_a_long_history_is_thinned_and_keeps_its_ends():
+    adaptive = private(mlp(), alc=ALC(loader(), refresh=1, max_batches=1))[2].adaptive
+    adaptive.history = [(step, dict(adaptive.norms)) for step in range(1000)]
+    adaptive.steps = 1000
+    adaptive.begin_draw()
+    steps = [step for step, _ in adaptive.history]
+    assert steps == [*range(0, 1000, 2), 1000]
+
+
 # ---------------------------------------------------------------- individual clipping
 
 
