@@ -3,9 +3,9 @@ width.
 
 For every setting the width of our [lower, upper] is measured first. The others are then given the coarsest
 discretisation whose own certified width is no larger: PRV through eps_error, dp-accounting by refining its
-interval (pessimistic and optimistic estimates, which is where its width comes from). CPU seconds, the three
-tools taking turns, each measurement in a process of its own with 20 s and 6 GB; "-" means no answer within
-that.
+interval (optimistic and pessimistic estimates). The last columns compare upper bounds alone, dp-accounting at
+its default interval of 1e-4. CPU seconds, the tools taking turns, each measurement in a process of its own
+with 60 s and 6 GB; "-" means no answer within that, and counts as infinitely slow in the median.
 
     python benchmarks/accounting.py
 """
@@ -22,7 +22,7 @@ from accounting_table import Setting, limited, with_dp_accounting, with_prv
 from opacus_bc.accounting import query
 from opacus_bc.accounting.lattice import Step
 
-ROUNDS, SECONDS = 3, 20
+ROUNDS = 3
 PAPER_RATE = 64 / 54000
 GRID: dict[str, Setting] = {
     "paper, sigma 2.5, L 8": (2.5 / math.sqrt(8), PAPER_RATE, 42188, 1e-5),
@@ -34,68 +34,86 @@ GRID: dict[str, Setting] = {
     "sigma 0.8, q 0.005, T 4000": (0.8, 0.005, 4000, 1e-6),
     "sigma 4, q 0.1, T 10000": (4.0, 0.1, 10_000, 1e-5),
 }
+Tool = Callable[..., tuple[float, float]]
 
 
 def ours(sigma: float, rate: float, steps: int, delta: float) -> tuple[float, float]:
+    query.epsilon_bounds.cache_clear()
+    query.epsilon_upper.cache_clear()
     return query.epsilon_bounds((Step(1 / sigma, rate, steps),), delta)
 
 
-def timed(tool: Callable[..., tuple[float, float]]) -> Callable[..., tuple[float, float]]:
-    """The tool, returning (CPU seconds, width)."""
+def our_upper(sigma: float, rate: float, steps: int, delta: float) -> tuple[float, float]:
+    query.epsilon_upper.cache_clear()
+    return 0.0, query.epsilon_upper((Step(1 / sigma, rate, steps),), delta)
+
+
+def dp_upper(sigma: float, rate: float, steps: int, delta: float) -> tuple[float, float]:
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    one = pld.from_gaussian_mechanism(sigma, value_discretization_interval=1e-4, sampling_prob=rate)
+    return 0.0, one.self_compose(steps).get_epsilon_for_delta(delta)
+
+
+def timed(tool: Tool) -> Tool:
+    """The tool, returning (CPU seconds, upper bound)."""
 
     def run(*setting: float) -> tuple[float, float]:
         begin = time.process_time()
-        lower, upper = tool(*setting)
-        return time.process_time() - begin, upper - lower
+        _, upper = tool(*setting)
+        return time.process_time() - begin, upper
 
     return run
 
 
-def at_width(
-    tool: Callable[..., tuple[float, float]], start: float, width: float, setting: Setting
-) -> Callable[..., tuple[float, float]] | None:
-    """The tool at the coarsest of start, start/3, start/10, ... whose certified width is at most `width`."""
+def at_width(tool: Tool, start: float, width: float, setting: Setting) -> Tool | None:
+    """The tool at the coarsest of start, start/3, start/9, ... whose certified width is at most `width`."""
     accuracy = start
-    while accuracy > 1e-7:
-        answer = limited(lambda *s, a=accuracy: tool(*s, a), setting, SECONDS)
+    while accuracy > 1e-8:
+        answer = limited(lambda *s, a=accuracy: tool(*s, a), setting)
         if answer is None:
             return None
-        if answer[1] - answer[0] <= width * 1.01:
+        if answer[1] - answer[0] <= width * 1.02:
             return lambda *s: tool(*s, accuracy)
         accuracy /= 3
     return None
 
 
 def main() -> None:
-    print("| setting | epsilon | width | ours, s | dp-accounting, times ours | PRV, times ours |")
-    print("|---|---|---|---|---|---|")
-    ratios: dict[str, list[float]] = {"dp": [], "prv": []}
+    print("| setting | epsilon | width | ours, s | dp-accounting | PRV | upper, s | dp-accounting, upper |")
+    print("|---|---|---|---|---|---|---|---|")
+    ratios: dict[str, list[float]] = {"dp": [], "prv": [], "dp upper": []}
     for name, setting in GRID.items():
         lower, upper = ours(*setting)
         width = upper - lower
-        tools: dict[str, Callable[..., tuple[float, float]] | None] = {
+        tools: dict[str, Tool | None] = {
             "ours": ours,
             "dp": at_width(with_dp_accounting, 1e-3, width, setting),
             "prv": at_width(with_prv, width / 2, width, setting),
+            "ours upper": our_upper,
+            "dp upper": dp_upper,
         }
         seconds: dict[str, list[float]] = {key: [] for key in tools}
         for _ in range(ROUNDS):
             for key, tool in tools.items():
-                answer = limited(timed(tool), setting, SECONDS) if tool else None
+                answer = limited(timed(tool), setting) if tool else None
                 if answer:
                     seconds[key].append(answer[0])
-        base = statistics.median(seconds["ours"])
-        cells = []
-        for key in ("dp", "prv"):
-            if seconds[key]:
-                ratios[key].append(statistics.median(seconds[key]) / base)
-                cells.append(f"{ratios[key][-1]:.1f}")
-            else:
-                ratios[key].append(math.inf)
-                cells.append("-")
-        print(f"| {name} | {upper:.5g} | {width:.2g} | {base:.3f} | {' | '.join(cells)} |", flush=True)
-    middle = {key: statistics.median(values) for key, values in ratios.items()}
-    print(f"| **median** | | | | **{middle['dp']:.1f}** | **{middle['prv']:.1f}** |")
+                else:
+                    tools[key] = None
+        times = {key: statistics.median(values) if values else math.inf for key, values in seconds.items()}
+        for key in ratios:
+            ratios[key].append(times[key] / times["ours upper" if "upper" in key else "ours"])
+        shown = {
+            key: f"{values[-1]:.1f} x" if math.isfinite(values[-1]) else "-" for key, values in ratios.items()
+        }
+        print(
+            f"| {name} | {upper:.5g} | {width:.2g} | {times['ours']:.3f} | {shown['dp']} | {shown['prv']} "
+            f"| {times['ours upper']:.3f} | {shown['dp upper']} |",
+            flush=True,
+        )
+    middle = {key: f"**{statistics.median(values):.1f} x**" for key, values in ratios.items()}
+    print(f"| **median** | | | | {middle['dp']} | {middle['prv']} | | {middle['dp upper']} |")
 
 
 if __name__ == "__main__":

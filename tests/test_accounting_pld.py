@@ -6,6 +6,7 @@ import csv
 import math
 import time
 import tracemalloc
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from scipy.special import ndtr
 
 from opacus_bc.accounting import gaussian, query
 from opacus_bc.accounting.lattice import Step, discretise, losses
+from opacus_bc.accounting.plan import Plan, make_plan
+from opacus_bc.accounting.pld import compose
 
 DATA = Path(__file__).parent / "data"
 
@@ -294,3 +297,36 @@ def test_heavy_tails_do_not_drown_in_rounding() -> None:
     upper = query.epsilon_upper((few,), 3e-11)
     assert few.count * exact_delta(few, upper, "remove") <= 3e-11 * 1.2
     assert upper <= 0.03
+
+
+def spoiled(plan: Plan) -> dict[str, Plan]:
+    middle = (plan.low + plan.high) / 2
+    return {
+        "window too short above": replace(plan, high=plan.low + 0.45 * (plan.high - plan.low)),
+        "window too short below": replace(plan, low=middle),
+        "losses cut off early": replace(plan, cut=1e-7),
+        "cut off earlier still": replace(plan, cut=1e-4),
+        "no tilt": replace(plan, tilt=1e-9),
+        "too much tilt": replace(plan, tilt=1.8 * plan.tilt, far=2.4 * plan.tilt),
+        "too coarse": replace(plan, spacing=60 * plan.spacing),
+        "cells too wide": replace(plan, theta=0.3),
+    }
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-9, 1e-30])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("direction", ["remove", "add"])
+def test_a_bad_plan_costs_accuracy_never_validity(delta: float, symmetric: bool, direction: str) -> None:
+    """Every error term has its spoiled plan: beyond the window, wrapped around, truncated, rounded, coarse."""
+    steps = (Step(1.0, 0.02, 300, symmetric),)
+    low, high = query.epsilon_bounds(steps, delta, direction)  # type: ignore[arg-type]
+    plan = make_plan(steps, direction, delta=delta, theta=0.004, two_sided=True)  # type: ignore[arg-type]
+    for name, bad in spoiled(plan).items():
+        composed = compose(steps, direction, bad)  # type: ignore[arg-type]
+        assert query._crossing(*composed.upper_profile(), delta, composed.spacing) >= low, name
+        assert composed.last_above(delta) <= high, name
+
+
+def test_where_the_lattice_is_too_coarse_the_binomial_mixture_steps_in() -> None:
+    upper = query.epsilon_upper((Step(1e3, 0.5, 10**6),), 1e-5)
+    assert gaussian.binomial_mixture_delta(1e3, 0.5, 10**6, upper * 0.9999) > 1e-5
