@@ -380,12 +380,12 @@ def test_a_parameter_frozen_or_thawed_within_a_draw_never_moves_by_its_raw_gradi
         optimizer.zero_grad()
         if thaw:
             (1e6 * cross_entropy(model, x, y)).backward()
-            model.bias.requires_grad_(True)
         else:
             model.bias.requires_grad_(True)
             (1e6 * cross_entropy(model, x, y)).backward()
             model.bias.requires_grad_(False)
         optimizer.step()
+        model.bias.requires_grad_(thaw)
     assert float((model.bias.detach() - before).abs().max()) <= 1e-6
 
 
