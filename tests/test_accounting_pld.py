@@ -317,7 +317,7 @@ def spoiled(plan: Plan) -> dict[str, Plan]:
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("direction", ["remove", "add"])
 def test_a_bad_plan_costs_accuracy_never_validity(delta: float, symmetric: bool, direction: str) -> None:
-    """Every error term has its spoiled plan: beyond the window, wrapped around, truncated, rounded, coarse."""
+    """Every error term has its spoiled plan: beyond the window, wrapped, truncated, rounded, coarse."""
     steps = (Step(1.0, 0.02, 300, symmetric),)
     low, high = query.epsilon_bounds(steps, delta, direction)  # type: ignore[arg-type]
     plan = make_plan(steps, direction, delta=delta, theta=0.004, two_sided=True)  # type: ignore[arg-type]
@@ -330,3 +330,27 @@ def test_a_bad_plan_costs_accuracy_never_validity(delta: float, symmetric: bool,
 def test_where_the_lattice_is_too_coarse_the_binomial_mixture_steps_in() -> None:
     upper = query.epsilon_upper((Step(1e3, 0.5, 10**6),), 1e-5)
     assert gaussian.binomial_mixture_delta(1e3, 0.5, 10**6, upper * 0.9999) > 1e-5
+
+
+def test_the_stated_rounding_error_covers_the_real_one() -> None:
+    """Direct convolution in extended precision against the transform, under the same tilt."""
+    steps, tilt = (Step(1.0, 0.1, 256),), 0.4
+    plan = replace(make_plan(steps, "remove", delta=1e-6, theta=0.1), spacing=0.05, tilt=tilt, cut=1e-12)
+    lattice = discretise(steps[0], plan.spacing, plan.cut, plan.theta)
+    first, last = int(lattice.index[0]), int(lattice.index[-1])
+    start = 256 * (lattice.offset + first * plan.spacing)
+    plan = replace(plan, low=start - 1.0, high=start + 256 * (last - first + 1) * plan.spacing)
+    composed = compose(steps, "remove", plan)
+    exact = np.zeros(last - first + 1, dtype=np.longdouble)
+    exact[lattice.index - first] = lattice.mass * np.exp(
+        tilt * (lattice.offset + lattice.index * plan.spacing)
+    )
+    exact /= exact.sum()
+    for _ in range(8):
+        exact = np.convolve(exact, exact)
+    loss = composed.start + composed.spacing * np.arange(len(composed.mass))
+    ours = composed.mass * np.exp(tilt * loss - composed.log_scale)
+    shift = round((start - composed.start) / composed.spacing)
+    padded = np.zeros(len(ours), dtype=np.longdouble)
+    padded[shift : shift + len(exact)] = exact
+    assert float(np.abs(ours - padded).sum()) <= composed.noise < 1e-9
