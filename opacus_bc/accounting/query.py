@@ -43,6 +43,15 @@ def directions(steps: Sequence[Step]) -> tuple[Direction, ...]:
     return ("remove",) if all(step.symmetric or step.q == 1.0 for step in steps) else ("remove", "add")
 
 
+def _largest_loss_when_added(steps: Sequence[Step]) -> float:
+    """In the direction "add" a Poisson step loses at most -log(1 - q), so epsilon is at most the sum of
+    these.
+    """
+    if any(step.symmetric or step.q == 1.0 for step in steps):
+        return math.inf
+    return -math.fsum(step.count * math.log1p(-step.q) for step in steps) * (1 + 1e-12)
+
+
 def unamplified_mu(steps: Sequence[Step]) -> float:
     """The Gaussian parameter of the composition if sampling were known to the adversary to hit every time."""
     return math.sqrt(math.fsum(step.count * step.mu**2 for step in steps))
@@ -129,6 +138,8 @@ def epsilon_upper(steps: tuple[Step, ...], delta: float, direction: Direction | 
     worst = 0.0
     coarse = False
     for one in (direction,) if direction else directions(steps):
+        if one == "add" and worst >= _largest_loss_when_added(steps):
+            continue
         _, epsilon, rough = _refined(steps, one, delta, _theta(steps), two_sided=False)
         worst = max(worst, epsilon)
         coarse |= rough
@@ -165,6 +176,8 @@ def epsilon_bounds(
         least = most = 0.0
         coarse = False
         for one in (direction,) if direction else directions(steps):
+            if one == "add" and least >= _largest_loss_when_added(steps):
+                continue
             fineness = theta * _theta(steps, two_sided=True)
             composed, epsilon, rough = _refined(steps, one, delta, fineness, two_sided=True)
             most = max(most, epsilon)
