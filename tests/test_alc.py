@@ -121,13 +121,14 @@ def test_what_alc_cannot_do_is_refused_before_anything_changes(kwargs, message):
     assert not hasattr(model[0], "autograd_grad_sample_hooks")
 
 
-def test_public_data_that_overlap_the_private_data_are_refused_and_disjoint_halves_accepted():
+@pytest.mark.parametrize("batch_norm", [None, "batch"])  # None passes the public loader on to BatchNorm
+def test_public_data_that_overlap_the_private_data_are_refused_and_disjoint_halves_accepted(batch_norm):
     whole = blobs(200)
     first, second = Subset(whole, range(150)), Subset(whole, range(150, 200))
-    private(mlp(), private_data=first, alc=loader(second))
+    private(mlp(), private_data=first, alc=loader(second), batch_norm=batch_norm)
     for public in (whole, Subset(whole, [149, 150]), ConcatDataset([PUBLIC, Subset(whole, [3])])):
         with pytest.raises(PublicDataError, match="belong to the private data"):
-            private(mlp(), private_data=first, alc=loader(public))
+            private(mlp(), private_data=first, alc=loader(public), batch_norm=batch_norm)
 
 
 # ---------------------------------------------------------------- estimation
@@ -470,6 +471,20 @@ def test_physical_chunks_give_the_step_of_the_whole_batch():
         results.append([p.detach() for p in model.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_scheduler_between_two_chunks_of_a_batch_waits_for_the_next_draw():
+    _, wrapped, optimizer, _ = private(mlp(), clipping="flat")
+    x, y = PRIVATE[:20]
+    for chunk, last in (((x[:9], y[:9]), False), ((x[9:], y[9:]), True)):
+        optimizer.signal_skip_step(do_skip=not last)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(wrapped(chunk[0]), chunk[1]).backward()
+        optimizer.step()
+        if not last:
+            blocks, optimizer.max_grad_norm = optimizer.blocks(), 5.0
+        assert (optimizer._released_blocks if last else optimizer.blocks()) == blocks
+    assert optimizer.blocks() != blocks
 
 
 def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
