@@ -17,6 +17,7 @@ from opacus.optimizers import (
 from opacus.optimizers.optimizer import _check_processed_flag as check_processed_flag
 from opacus.optimizers.optimizer import _mark_as_processed as mark_as_processed
 from opacus.utils.batch_memory_manager import BatchMemoryManager as StockBatchMemoryManager
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from opacus.validators.errors import UnsupportedModuleError
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "SimpleDistributedPerLayerOptimizer",
     "StockBatchMemoryManager",
     "StockPrivacyEngine",
+    "UniformWithReplacementSampler",
     "UnsupportedModuleError",
     "check_processed_flag",
     "compute_instance_norm_grad_sample",

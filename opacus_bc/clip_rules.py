@@ -12,12 +12,10 @@ from torch.utils.data import DataLoader
 from opacus_bc._opacus import AbstractGradSampleModule
 from opacus_bc.adaptive import AdaptiveClipping
 from opacus_bc.alc import ALC, nominal_rule
-from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.clipping import Adjacency, ClipRule, FlatClipping, Unit, effective_noise_multiplier
 from opacus_bc.public_data import check_disjoint
 from opacus_bc.sampling import Sampling, SamplingPlan
 from opacus_bc.sparsification import check_freezable
-from opacus_bc.stock import PassCountingLoader
 
 PER_SAMPLE_MODES = ("hooks", "ew", "functorch")
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -129,27 +127,3 @@ def sample_rule(
 def individual_adjacency(sampling: Sampling) -> Adjacency:
     """What neighbouring data sets are under individual clipping."""
     return "add/remove one" if sampling == "poisson" else "replace one"
-
-
-def individual_hook(accountant: Any, loader: Any, *, sample_rate: float) -> Callable[[BlockOptimizer], None]:
-    """Step hook that tells the accountant the blocks' sigma_eff, for Opacus's loaders."""
-    accounted = 0
-
-    def hook(optimizer: BlockOptimizer) -> None:
-        nonlocal accounted
-        if optimizer.accumulated_iterations != 1:
-            raise RuntimeError(
-                f"{optimizer.accumulated_iterations} batches were accumulated for one step: a step must use "
-                "one batch (BatchMemoryManager splits large ones)"
-            )
-        step: dict[str, Any] = {
-            "noise_multiplier": optimizer.effective_noise_multiplier,
-            "sample_rate": sample_rate,
-        }
-        if isinstance(loader, PassCountingLoader):
-            step |= {"sampling": "shuffle", "new_pass": loader.counter.passes != accounted}
-        accountant.step(**step)
-        if isinstance(loader, PassCountingLoader):
-            accounted = loader.counter.passes
-
-    return hook

@@ -113,7 +113,7 @@ def step_mu(blocks: Sequence[Block]) -> float:
     """
     if any(block.noise_std == 0 for block in blocks):
         return math.inf
-    return math.sqrt(sum((block.sensitivity / block.noise_std) ** 2 for block in blocks))
+    return math.hypot(*(block.sensitivity / block.noise_std for block in blocks))
 
 
 def effective_noise_multiplier(blocks: Sequence[Block]) -> float:

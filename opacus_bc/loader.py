@@ -8,6 +8,7 @@ about gradients.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -43,6 +44,10 @@ class Delivery:
     placeholder: bool
 
 
+def _nobody() -> None:
+    """A listener that is not there."""
+
+
 class DrawLedger:
     """Which batches were planned, delivered and consumed, in this order.
 
@@ -50,10 +55,14 @@ class DrawLedger:
     the sole one outstanding; so the gradients of two deliveries never share a clip, and no draw serves two
     steps.
 
-    **Edge cases**: a new pass forgets whatever is outstanding; an older iterator then raises.
+    **Edge cases**: a new pass forgets whatever is outstanding; an older iterator then raises. Whoever
+    subscribed with :meth:`on_delivery` is told before a batch reaches the user's loop, so that gradients left
+    over from anything earlier can be dropped.
     """
 
     def __init__(self) -> None:
+        self._listener: Callable[[], Callable[[], None] | None] = _nobody
+        self._iterators: list[weakref.ref[Any]] = []
         self.pass_index = 0
         self.loader_workers = 0
         self._last_serial = 0
@@ -62,9 +71,27 @@ class DrawLedger:
         self._chunk_ends_set: bool | None = None
         self._chunked_so_far = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers get a copy with the collate function; what only the main process uses stays here."""
+        return {**self.__dict__, "_listener": _nobody, "_iterators": []}
+
+    def on_delivery(self, method: Callable[[], None]) -> None:
+        """Call the bound ``method`` before every delivery and at the start of every pass."""
+        self._listener = weakref.WeakMethod(method)
+
+    def _announce(self) -> None:
+        if (method := self._listener()) is not None:
+            method()
+
+    def track(self, iterator: Iterator[Any]) -> None:
+        """Remember an iterator over the draws for as long as it lives."""
+        self._iterators = [ref for ref in self._iterators if ref() is not None]
+        self._iterators.append(weakref.ref(iterator))
+
     def begin_pass(self) -> int:
         """Forget what an earlier pass left behind and return the new pass's number."""
         self.pass_index += 1
+        self._announce()
         self._planned.clear()
         self._outstanding.clear()
         self._chunk_ends_set = None
@@ -78,14 +105,18 @@ class DrawLedger:
 
     def plan(self, delivery: Delivery) -> None:
         """Note that this batch's indices have been handed to the DataLoader."""
-        if delivery.pass_index != self.pass_index:
+        self._check_current(delivery.pass_index)
+        self._planned.append(delivery)
+
+    def _check_current(self, pass_index: int) -> None:
+        if pass_index != self.pass_index:
             raise RuntimeError(
                 "this iterator was superseded by a newer iter(loader): a draw must not be delivered twice"
             )
-        self._planned.append(delivery)
 
-    def deliver(self) -> None:
-        """The oldest planned batch has reached the user's loop."""
+    def deliver(self, pass_index: int) -> None:
+        """The oldest planned batch of this pass is about to reach the user's loop."""
+        self._check_current(pass_index)
         self._deliver(self._planned.popleft())
 
     def announce_chunk(self, *, ends_set: bool) -> None:
@@ -99,6 +130,12 @@ class DrawLedger:
             raise RuntimeError(
                 f"Opacus's BatchMemoryManager with num_workers={self.loader_workers} announces batches "
                 "before they are delivered: use opacus_bc.BatchMemoryManager (same arguments) or no workers"
+            )
+        alive = [i for ref in self._iterators if (i := ref()) is not None and i.gi_frame is not None]
+        if len(alive) > 1:
+            raise RuntimeError(
+                "two iterators over one BatchMemoryManager loader are alive, and Opacus does not say whose "
+                "chunk this is: delete the older one, or use opacus_bc.BatchMemoryManager (same arguments)"
             )
         self._chunk_ends_set = ends_set
 
@@ -120,6 +157,7 @@ class DrawLedger:
         self._deliver(replace(whole, size=size, ends_set=ends_set, ends_draw=whole.ends_draw and ends_set))
 
     def _deliver(self, delivery: Delivery) -> None:
+        self._announce()
         if len(self._outstanding) < 2:  # two are an error already; more need not be kept
             self._outstanding.append(delivery)
 
@@ -163,7 +201,11 @@ class DrawSampler(Sampler[list[int]]):
         return plan.steps_per_epoch * plan.mini_sets * chunks
 
     def __iter__(self) -> Iterator[list[int]]:
-        pass_index = self.ledger.begin_pass()
+        iterator = self._mini_sets(self.ledger.begin_pass())
+        self.ledger.track(iterator)
+        return iterator
+
+    def _mini_sets(self, pass_index: int) -> Iterator[list[int]]:
         for draw in self.draws:
             serial = self.ledger.next_serial()
             mini_sets, placeholder = deliverable(draw)
@@ -262,8 +304,12 @@ class PrivateDataLoader(DataLoader[Any]):
         return self.plan.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its private iterator
-        for batch in super().__iter__():
-            self.ledger.deliver()
+        iterator = super().__iter__()
+        return self._delivered(iterator, self.ledger.pass_index)
+
+    def _delivered(self, iterator: Iterator[Any], pass_index: int) -> Iterator[Any]:
+        for batch in iterator:
+            self.ledger.deliver(pass_index)
             yield batch
 
     def with_max_physical_batch_size(self, size: int) -> PrivateDataLoader:

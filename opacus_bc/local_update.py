@@ -45,7 +45,12 @@ def local_update(
         raise ValueError("losses is empty: give one callable for each local step")
     params = [p for p in module.parameters() if p.requires_grad]
     weights = [p.detach().clone() for p in params]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    buffers = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
     devices = {p.device.index or 0 for p in params if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
@@ -60,7 +65,8 @@ def local_update(
             for p, w in zip(params, weights, strict=True):
                 p.copy_(w)
                 p.grad = None
-            for buffer, before in buffers:
+            for owner, name, buffer, before in buffers:
                 buffer.copy_(before)
+                owner._buffers[name] = buffer  # a forward may have put another tensor in its place
     for p, change in zip(params, moved, strict=True):
         p.grad = change

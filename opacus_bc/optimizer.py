@@ -56,8 +56,8 @@ class BatchClippingOptimizer(BlockOptimizer):
 
     **Edge cases**: a mini-set whose gradient is not finite counts as zero; a trainable parameter without a
     gradient counts as zero and is noised; a step without a fresh batch, with several of them, without
-    ``backward()`` or without ``zero_grad()`` raises RuntimeError before anything changes; an exception in the
-    accountant leaves the weights alone.
+    ``backward()`` raises RuntimeError before anything changes; gradients are cleared before a batch is
+    delivered, so ``zero_grad()`` may be forgotten; an exception in the accountant leaves the weights alone.
 
     Args:
         optimizer: The user's optimizer; any first-order one.
@@ -98,10 +98,18 @@ class BatchClippingOptimizer(BlockOptimizer):
         self.noise = noise
         self._names = dict(parameter_names or {})
         self._draw: _OpenDraw | None = None
-        self._released: dict[nn.Parameter, Tensor] = {}
         self._released_blocks: list[Block] = []
-        for p in self.params:
-            p.grad = None  # whatever was computed before belongs to no draw
+        self.accounting_hook: Callable[[BatchClippingOptimizer], None] | None = None
+        self._cleared: set[nn.Parameter] = set()
+        self._drop_gradients()  # whatever was computed before belongs to no draw
+        ledger.on_delivery(self._drop_gradients)
+
+    def _drop_gradients(self) -> None:
+        """Forget all gradients: called before a batch is delivered, so that none survives from another."""
+        everything = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        for p in everything:
+            p.grad = None
+        self._cleared = set(everything)
 
     def _blocks_under_way(self) -> list[Block] | None:
         return None if self._draw is None else self._draw.blocks
@@ -117,7 +125,6 @@ class BatchClippingOptimizer(BlockOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; what has been clipped of the current draw stays."""
-        self._released.clear()
         self.original_optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -151,23 +158,26 @@ class BatchClippingOptimizer(BlockOptimizer):
 
         self.ledger.consume()
         self._draw = draw
-        if not delivery.placeholder:
-            self._accumulate(draw, delivery)
-        # All of them, not only the draw's: one frozen after backward() or thawed within the draw must not move.
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
-            p.grad = None
-        if not delivery.ends_draw:
-            return False
         try:
+            if not delivery.placeholder:
+                self._accumulate(draw, delivery)
+            # All of them, not only the draw's: one frozen after backward() or thawed within the draw stays.
+            self._drop_gradients()
+            if not delivery.ends_draw:
+                return False
             release = self._release(draw)
+            if self.accounting_hook:
+                self.accounting_hook(self)
             if self.step_hook:
                 self.step_hook(self)
-        finally:
+        except BaseException:
+            self._drop_gradients()
             self._draw = None
+            raise
+        self._draw = None
         self._released_blocks = draw.blocks
         for p, value in zip(draw.params, release, strict=True):
             p.grad = value.to(p.dtype)
-            self._released[p] = p.grad
         return True
 
     def _open(self, delivery: Delivery) -> _OpenDraw:
@@ -189,14 +199,7 @@ class BatchClippingOptimizer(BlockOptimizer):
         if all(g is None for g in grads):
             raise RuntimeError("optimizer.step() found no gradient: call loss.backward() on this batch first")
         for p, g in zip(draw.params, grads, strict=True):
-            if g is None:
-                continue
-            if g is self._released.get(p):
-                raise RuntimeError(
-                    "the gradients still hold the last noised update: call optimizer.zero_grad() before "
-                    "backward()"
-                )
-            if g.layout != torch.strided:
+            if g is not None and g.layout != torch.strided:
                 name = self._names.get(p, "a parameter")
                 raise RuntimeError(
                     f"{name} has a gradient of layout {g.layout}: noise must reach every entry, so use dense "
@@ -204,13 +207,14 @@ class BatchClippingOptimizer(BlockOptimizer):
                 )
 
     def _accumulate(self, draw: _OpenDraw, delivery: Delivery) -> None:
-        grads = [_as_accumulator(p) for p in draw.params]
+        # A parameter that joined the optimizer after this batch was delivered may hold older gradients.
+        grads = [_as_accumulator(p, usable=p in self._cleared) for p in draw.params]
         if self.loss_reduction == "mean" and delivery.size != delivery.set_size:
             scale_(grads, [delivery.size / delivery.set_size] * len(grads))
         if draw.unclipped_chunks is not None:
             torch._foreach_add_(grads, draw.unclipped_chunks)
         if not delivery.ends_set:
-            draw.unclipped_chunks = grads
+            draw.unclipped_chunks = [g.clone() for g in grads]
             return
         draw.unclipped_chunks = None
         self._mask_(grads, draw.names)
@@ -218,8 +222,9 @@ class BatchClippingOptimizer(BlockOptimizer):
         if coefficients is None:
             return  # not finite: this mini-set counts as zero
         if draw.clipped_sum is None:
-            scale_(grads, coefficients)
-            draw.clipped_sum = grads
+            # What outlives this call must be ours: the loop may write its next gradient into the same memory.
+            draw.clipped_sum = grads if delivery.ends_draw else [g.clone() for g in grads]
+            scale_(draw.clipped_sum, coefficients)
         else:
             add_scaled_(draw.clipped_sum, grads, coefficients)
 
@@ -238,10 +243,10 @@ class BatchClippingOptimizer(BlockOptimizer):
         return release
 
 
-def _as_accumulator(p: nn.Parameter) -> Tensor:
+def _as_accumulator(p: nn.Parameter, *, usable: bool) -> Tensor:
     """The parameter's gradient in accumulation precision; the tensor itself where that needs no copy."""
     dtype = accumulation_dtype(p.dtype)
-    if p.grad is None:
+    if p.grad is None or not usable:
         return torch.zeros_like(p, dtype=dtype, requires_grad=False)
     return p.grad.detach().to(dtype)
 

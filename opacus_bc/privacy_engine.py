@@ -24,7 +24,6 @@ from opacus_bc.clip_rules import (
     check_alc,
     effective_per_multiplier,
     individual_adjacency,
-    individual_hook,
     mini_set_rule,
     sample_rule,
     trainable,
@@ -42,7 +41,17 @@ from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
 from opacus_bc.release_engine import ReleaseEngine
 from opacus_bc.run import Run
 from opacus_bc.sampling import Sampling, SamplingPlan, make_draws, make_plan, resolve_sampling
-from opacus_bc.stock import PassCountingLoader, check_keywords, guard_per_layer_bounds, shuffle_hook
+from opacus_bc.stock import (
+    PassBook,
+    ShuffledLoader,
+    check_adaptive,
+    check_keywords,
+    count_draws,
+    guard_frozen_parameters,
+    guard_per_layer_bounds,
+    individual_hook,
+    one_step_per_draw,
+)
 
 logger = logging.getLogger("opacus_bc")
 
@@ -194,6 +203,8 @@ class PrivacyEngine(ReleaseEngine):
                 "noise from torch generators, none of which is cryptographic"
             )
         self._check_accountant(kind)
+        if clipping == "adaptive":
+            check_adaptive(self.accountant.mechanism(), kind)
         policy = bn.make_policy(
             module,
             batch_norm,
@@ -208,7 +219,7 @@ class PrivacyEngine(ReleaseEngine):
             )
         if kind == "partition":
             raise ValueError(f"sampling='partition' goes with clipping='batch', got clipping={clipping!r}")
-        loader = data_loader if kind == "poisson" else PassCountingLoader(data_loader)
+        loader = data_loader if kind == "poisson" else ShuffledLoader(data_loader)
         policy.install()
         with policy.withdrawn_on_error():
             if config is not None:
@@ -243,15 +254,16 @@ class PrivacyEngine(ReleaseEngine):
             )
         )
         guard_per_layer_bounds(private_optimizer)
+        guard_frozen_parameters(private_optimizer)
+        counter = count_draws(result[-1], private_optimizer)
         if isinstance(private_optimizer, IndividualClippingOptimizer):
             private_optimizer.attach_to(module, hooks=result[0])
+        if isinstance(private_optimizer, IndividualClippingOptimizer) or kind == "shuffle":
             private_optimizer.attach_step_hook(
-                individual_hook(self.accountant, loader, sample_rate=1 / len(loader))
+                individual_hook(self.accountant, counter, sample_rate=1 / len(loader), sampling=kind)
             )
-        elif isinstance(loader, PassCountingLoader):
-            private_optimizer.attach_step_hook(
-                shuffle_hook(self.accountant, loader, sample_rate=1 / len(loader))
-            )
+        if counter is not None:
+            private_optimizer.attach_step_hook(one_step_per_draw(private_optimizer.step_hook, counter))
         return tuple(result)
 
     def make_private_with_epsilon(
@@ -439,7 +451,7 @@ class PrivacyEngine(ReleaseEngine):
             parameter_names={p: name for name, p in module.named_parameters()},
             loss_reduction=loss_reduction,
         )
-        private.attach_step_hook(self._accounting_hook(plan))
+        private.accounting_hook = self._accounting_hook(plan)
         self._start(
             Run(
                 policy=policy,
@@ -469,18 +481,15 @@ class PrivacyEngine(ReleaseEngine):
         self.dataset = data_loader.dataset
 
     def _accounting_hook(self, plan: SamplingPlan) -> Callable[[BatchClippingOptimizer], None]:
-        accounted_pass = 0
+        book = PassBook(self.accountant)
 
         def hook(optimizer: BatchClippingOptimizer) -> None:
-            nonlocal accounted_pass
-            step: dict[str, Any] = {
-                "noise_multiplier": effective_noise_multiplier(optimizer.blocks()),
-                "sample_rate": plan.sample_rate,
-            }
-            if self.accountant.mechanism() == "fdp":
-                step |= {"sampling": plan.kind, "new_pass": optimizer.ledger.pass_index != accounted_pass}
-            self.accountant.step(**step)
-            accounted_pass = optimizer.ledger.pass_index
+            book.step(
+                noise_multiplier=effective_noise_multiplier(optimizer.blocks()),
+                sample_rate=plan.sample_rate,
+                sampling=plan.kind,
+                pass_index=optimizer.ledger.pass_index,
+            )
 
         return hook
 

@@ -32,9 +32,17 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
 
     def _start(self, run: Run) -> None:
         run.policy.watch(run.optimizer.original_optimizer)
+        run.optimizer.original_optimizer.register_step_post_hook(run.count_step)
         self._runs.append(run)
 
     def _check_protected(self, allow_unprotected: bool) -> None:
+        booked = sum(int(entry[2]) for entry in self.accountant.history)
+        taken = sum(run.steps for run in self._runs)
+        if taken > booked:
+            raise RuntimeError(
+                f"{taken} steps were taken and {booked} are booked: something replaced the accountant or its "
+                "step hook, so no epsilon describes this run"
+            )
         if not allow_unprotected and any(not run.policy.protected for run in self._runs):
             raise bn.UnprotectedStatisticsError(
                 "batch_norm='unprotected': running statistics leak, so no epsilon describes this run. "

@@ -25,6 +25,7 @@ class Run:
         clipping: ``"batch"`` or one of Opacus's.
         mini_set_size: Samples that are clipped together.
         alc_loader: The public data of adaptive layerwise clipping, if it is in use.
+        steps: How often the underlying optimizer has moved the weights.
     """
 
     policy: BatchNormPolicy
@@ -35,6 +36,11 @@ class Run:
     clipping: str
     mini_set_size: int = 1
     alc_loader: DataLoader[Any] | None = None
+    steps: int = 0
+
+    def count_step(self, *_: Any) -> None:
+        """The underlying optimizer has moved the weights once more."""
+        self.steps += 1
 
     @property
     def steps_per_epoch(self) -> int:

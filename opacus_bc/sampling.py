@@ -86,7 +86,7 @@ class PoissonBins:
         """One step's bins, empty ones included."""
         n, k = self.plan.dataset_size, self.plan.mini_sets
         size = int(self.generator.binomial(n, self.plan.sample_rate))
-        indices = self.generator.choice(n, size=size, replace=False, shuffle=False)
+        indices = self.generator.choice(n, size=size, replace=False)  # in uniform order: g may depend on it
         if k == 1:
             return [indices.tolist()]
         bins = self.generator.integers(0, k, size=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ from opacus_bc._opacus import (
     DPOptimizer,
     DPPerLayerOptimizer,
     SimpleDistributedPerLayerOptimizer,
+    UniformWithReplacementSampler,
     get_optimizer_class,
 )
-from opacus_bc.sampling import check_loader
+from opacus_bc.sampling import Sampling, check_loader
 
 
 def check_keywords(extra: dict[str, Any], *, clipping: str, distributed: bool, grad_sample_mode: str) -> None:
@@ -66,30 +68,129 @@ def guard_per_layer_bounds(optimizer: DPOptimizer) -> None:
     optimizer.__class__ = guarded.get(type(optimizer), type(optimizer))
 
 
+def check_adaptive(mechanism: str, sampling: Sampling) -> None:
+    """Refuse a certified epsilon where Opacus's adaptive clipping has none.
+
+    Under Poisson sampling it divides the noised count of unclipped samples by the exact batch size, and books
+    the count with half of its sensitivity. With a shuffled loader the size is public and replacing a sample
+    is booked in full.
+
+    Raises:
+        ValueError: With the accountant ``"fdp"``; the others warn.
+    """
+    if sampling != "poisson":
+        return
+    message = (
+        "Opacus's clipping='adaptive' uses the exact batch size and half of the count's sensitivity, so "
+        "under Poisson sampling its epsilon is not an upper bound"
+    )
+    if mechanism == "fdp":
+        raise ValueError(
+            f"{message}: use poisson_sampling=False, or accountant='prv' for Opacus's own figure"
+        )
+    warnings.warn(message, stacklevel=3)
+
+
+def guard_frozen_parameters(optimizer: DPOptimizer) -> None:
+    """Let no parameter move by a raw gradient: Opacus skips frozen ones, the wrapped optimizer does not."""
+
+    def drop(wrapped: Any, args: Any, kwargs: Any) -> None:
+        for group in wrapped.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad:
+                    p.grad = None
+
+    optimizer.original_optimizer.register_step_pre_hook(drop)
+
+
+class DrawCounter:
+    """How many batches were drawn in the current pass, and whether one of them is left for a step.
+
+    **Formal guarantee**: a pass makes no more steps than draws. Without workers a batch is drawn when it is
+    delivered, so a step needs a batch that no step has used; with workers, which draw ahead, the count may
+    run ahead by what they prefetch.
+
+    Args:
+        ahead: Whether draws run ahead of deliveries.
+        on_pass: Called at the start of a pass, to drop what an abandoned one left behind.
+    """
+
+    def __init__(self, *, ahead: bool, on_pass: Callable[[], None]) -> None:
+        self.ahead = ahead
+        self.on_pass = on_pass
+        self.pass_index = 0
+        self._left = 0
+
+    def begin_pass(self) -> int:
+        """A new pass starts; older ones are over."""
+        self.pass_index += 1
+        self._left = 0
+        self.on_pass()
+        return self.pass_index
+
+    def drawn(self) -> None:
+        """One more batch; a batch that was delivered and not used is never used later."""
+        self._left = self._left + 1 if self.ahead else 1
+
+    def begin_delivery(self) -> None:
+        """One batch reaches the loop."""
+        self._left = 1
+
+    def use(self) -> None:
+        """A step takes a batch.
+
+        Raises:
+            RuntimeError: There is none left.
+        """
+        if self._left < 1:
+            raise RuntimeError(
+                "optimizer.step() needs a new batch of the private loader: none was drawn since the last "
+                "step (a second step on one draw would cost privacy that is not accounted)"
+            )
+        self._left -= 1
+
+
+class CountedPoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]  # Opacus is untyped
+    """Opacus's Poisson sampler, counting its draws."""
+
+    counter: DrawCounter
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.counter.begin_pass()
+        for batch in super().__iter__():
+            self.counter.drawn()
+            yield batch
+
+
 class _CountingSampler(Sampler[Any]):
-    """A batch sampler that counts how often it was started."""
+    """The user's batch sampler, counting its draws; a newer pass ends an older one."""
+
+    counter: DrawCounter
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
-        self.passes = 0
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        yield from self.batches
+        mine = self.counter.begin_pass()
+        for batch in self.batches:
+            if self.counter.pass_index != mine:
+                raise RuntimeError("this iterator was superseded by a newer iter(loader)")
+            if not self.counter.ahead:
+                self.counter.drawn()
+            yield batch
 
 
-class PassCountingLoader(DataLoader[Any]):
-    """The user's own loader, in its own order, counting the passes that were started."""
+class ShuffledLoader(DataLoader[Any]):
+    """The user's own loader, in its own order, counting passes and deliveries."""
 
     def __init__(self, data_loader: DataLoader[Any]) -> None:
         check_loader(data_loader)
-        self.counter = _CountingSampler(data_loader.batch_sampler)
         super().__init__(
             dataset=data_loader.dataset,
-            batch_sampler=self.counter,
+            batch_sampler=_CountingSampler(data_loader.batch_sampler),
             num_workers=data_loader.num_workers,
             collate_fn=data_loader.collate_fn,
             pin_memory=data_loader.pin_memory,
@@ -101,31 +202,102 @@ class PassCountingLoader(DataLoader[Any]):
             persistent_workers=data_loader.persistent_workers,
         )
 
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its private iterator
+        assert isinstance(self.batch_sampler, _CountingSampler)
+        counter = self.batch_sampler.counter
+        iterator = super().__iter__()
+        if not counter.ahead:
+            return iterator
+        return self._delivered(iterator, counter, counter.pass_index)
 
-def shuffle_hook(
-    accountant: Any, loader: PassCountingLoader, *, sample_rate: float
+    def _delivered(self, iterator: Iterator[Any], counter: DrawCounter, mine: int) -> Iterator[Any]:
+        for batch in iterator:
+            if counter.pass_index != mine:
+                raise RuntimeError("this iterator was superseded by a newer iter(loader)")
+            counter.begin_delivery()
+            yield batch
+
+
+def count_draws(loader: Any, optimizer: DPOptimizer) -> DrawCounter | None:
+    """Count the draws of a loader that Opacus returned; None where several processes draw together."""
+
+    def forget() -> None:
+        """A batch that BatchMemoryManager had split and a ``break`` left unfinished."""
+        optimizer._step_skip_queue.clear()
+        optimizer._is_last_step_skipped = False
+        for p in optimizer.params:
+            p.summed_grad = None
+
+    sampler = loader.batch_sampler
+    if type(sampler) is UniformWithReplacementSampler:
+        sampler.__class__ = CountedPoissonSampler
+    elif not isinstance(sampler, _CountingSampler):
+        return None
+    sampler.counter = DrawCounter(ahead=loader.num_workers > 0, on_pass=forget)
+    counter: DrawCounter = sampler.counter
+    return counter
+
+
+def one_step_per_draw(
+    hook: Callable[[DPOptimizer], None], counter: DrawCounter
 ) -> Callable[[DPOptimizer], None]:
-    """Step hook for Opacus's individual clipping over an ordinary loader.
+    """The step hook, refusing a step for which nothing was drawn."""
 
-    Replacing a sample moves the sum by up to 2C while Opacus's noise is ``sigma * C``: the effective noise
-    multiplier is sigma / 2. A pass is a parallel composition, passes compose; see ``FDPAccountant``.
+    def checked(optimizer: DPOptimizer) -> None:
+        counter.use()
+        hook(optimizer)
+
+    return checked
+
+
+class PassBook:
+    """Tells an accountant of steps, and of passes where these count.
+
+    **Edge cases**: if somebody else wrote into the accountant's history since the last step, the next one
+    opens a new pass: that can only book too much.
     """
-    accounted = 0
 
-    def hook(optimizer: DPOptimizer) -> None:
-        nonlocal accounted
+    def __init__(self, accountant: Any) -> None:
+        self.accountant = accountant
+        self._last: tuple[int, int, Any] | None = None
+
+    def _mark(self, pass_index: int) -> tuple[int, int, Any]:
+        history = self.accountant.history
+        return pass_index, len(history), tuple(history[-1]) if history else None
+
+    def step(
+        self, *, noise_multiplier: float, sample_rate: float, sampling: Sampling, pass_index: int
+    ) -> None:
+        """Book one step."""
+        extra: dict[str, Any] = {}
+        if self.accountant.mechanism() == "fdp":
+            extra = {"sampling": sampling, "new_pass": self._mark(pass_index) != self._last}
+        self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, **extra)
+        self._last = self._mark(pass_index)
+
+
+def individual_hook(
+    accountant: Any, counter: DrawCounter | None, *, sample_rate: float, sampling: Sampling
+) -> Callable[[Any], None]:
+    """Step hook of individual clipping where Opacus's own would book something else.
+
+    With ``sampling="shuffle"`` replacing a sample moves the sum by up to 2C while Opacus's noise is
+    ``sigma * C``: the effective noise multiplier is sigma / 2. Optimizers that release blocks say theirs.
+    """
+    book = PassBook(accountant)
+
+    def hook(optimizer: Any) -> None:
         if optimizer.accumulated_iterations != 1:
             raise RuntimeError(
-                f"{optimizer.accumulated_iterations} batches were accumulated for one step: with "
-                "sampling='shuffle' a step must use one batch (BatchMemoryManager splits large ones)"
+                f"{optimizer.accumulated_iterations} batches were accumulated for one step: a step must use "
+                "one batch (BatchMemoryManager splits large ones)"
             )
-        passes = loader.counter.passes
-        accountant.step(
-            noise_multiplier=optimizer.noise_multiplier / 2,
+        effective = getattr(optimizer, "effective_noise_multiplier", optimizer.noise_multiplier / 2)
+        book.step(
+            noise_multiplier=effective,
             sample_rate=sample_rate,
-            sampling="shuffle",
-            new_pass=passes != accounted,
+            sampling=sampling,
+            pass_index=0 if counter is None else counter.pass_index,
         )
-        accounted = passes
 
     return hook

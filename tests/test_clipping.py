@@ -96,7 +96,7 @@ def test_clipped_vectors_stay_in_their_ball(seed, exponent, clip_bound, dtype):
 
 
 def test_clipped_sums_in_float32_stay_in_their_ball_however_large_the_tensor():
-    """torch's own float32 norm is 1.6 % too small here: a plain implementation would leave the ball."""
+    """Torch's own float32 norm is 1.6 % too small here: a plain implementation would leave the ball."""
     grads = [torch.full((30_000_000,), 1e-3)]
     coefficients = clip_coefficients(grads, [block(1.0)])
     scale_(grads, coefficients)

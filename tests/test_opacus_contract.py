@@ -10,11 +10,12 @@ import pytest
 import torch
 from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from opacus.schedulers import ExponentialGradClip
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import blobs, cross_entropy, engine, mlp, weights
 from torch import nn, optim
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from opacus_bc import PrivacyEngine
+from opacus_bc import PrivacyEngine, accounting
 
 DATA = blobs(60)
 LAYERS = 4
@@ -75,6 +76,7 @@ def run(maker, *, with_epsilon: bool = False, **mode):
     return weights(model), maker.get_epsilon(1e-3), result
 
 
+@pytest.mark.filterwarnings("ignore:Opacus's clipping='adaptive'")
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
 @pytest.mark.parametrize("mode", MODES)
 def test_stock_modes_give_identical_weights_and_epsilon(mode, accountant):
@@ -199,6 +201,118 @@ def test_a_shuffled_step_over_several_batches_is_refused():
         optimizer.step()
     assert torch.equal(weights(model), before)
     assert len(ours.accountant) == 0
+
+
+def individual(**kwargs):
+    ours = engine(accountant="fdp")
+    model = mlp()
+    parts = ours.make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(DATA, batch_size=12, num_workers=kwargs.pop("num_workers", 0)),
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+        **kwargs,
+    )
+    return ours, *parts
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_second_step_on_one_batch_is_refused_for_individual_clipping_too(poisson):
+    ours, model, optimizer, loader = individual(poisson_sampling=poisson)
+    x, y = next(iter(loader))
+    for i in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        before = weights(model)
+        if i == 0:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="needs a new batch"):
+                optimizer.step()
+            assert torch.equal(weights(model), before)
+    assert len(ours.accountant) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_interleaved_shuffled_passes_are_refused(workers):
+    _, model, optimizer, loader = individual(poisson_sampling=False, num_workers=workers)
+    older = iter(loader)
+    x, y = next(older)
+    cross_entropy(model, x, y).backward()
+    optimizer.step()
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="superseded"):
+        next(older)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_batch_abandoned_between_its_chunks_does_not_reach_the_next_release(poisson):
+    _, model, optimizer, loader = individual(poisson_sampling=poisson)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as physical:
+        for x, y in physical:
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            break
+        assert any(p.summed_grad is not None for p in optimizer.params)
+        next(iter(physical))
+        assert all(p.summed_grad is None for p in optimizer.params)
+
+
+def test_a_parameter_frozen_after_backward_does_not_move_by_its_raw_gradient():
+    _, model, optimizer, loader = individual()
+    x, y = next(iter(loader))
+    (1e6 * cross_entropy(model, x, y)).backward()
+    bias = list(model.parameters())[-1]
+    bias.requires_grad_(False)
+    before = bias.clone()
+    optimizer.step()
+    assert torch.equal(bias, before)
+
+
+def test_two_runs_on_one_accountant_do_not_share_a_shuffled_pass():
+    """Two interleaved runs, sigma falling within the pass: closed form of two passes at the smaller sigma."""
+    ours = engine(accountant="fdp")
+    runs = []
+    for _ in range(2):
+        model = mlp()
+        runs.append(
+            ours.make_private(
+                module=model,
+                optimizer=optim.SGD(model.parameters(), lr=0.1),
+                data_loader=DataLoader(DATA, batch_size=30),
+                noise_multiplier=20.0,
+                max_grad_norm=1.0,
+                clipping="batch",
+                sampling="shuffle",
+            )
+        )
+    iterators = [iter(run[2]) for run in runs]
+    for sigma in (20.0, 2.0):
+        for (model, optimizer, _), iterator in zip(runs, iterators, strict=True):
+            optimizer.noise_multiplier = sigma
+            x, y = next(iterator)
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+    least = accounting.epsilon(noise_multiplier=2.0, sample_rate=1.0, steps=2, delta=1e-3, sampling="shuffle")
+    assert ours.get_epsilon(1e-3) >= least * (1 - 1e-9)
+
+
+def test_steps_that_nobody_booked_leave_no_epsilon():
+    ours, model, optimizer, loader = individual()
+    optimizer.attach_step_hook(lambda _: None)  # Opacus's own way to lose its accountant
+    x, y = next(iter(loader))
+    cross_entropy(model, x, y).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="1 steps were taken and 0 are booked"):
+        ours.get_epsilon(1e-5)
+
+
+def test_adaptive_clipping_has_no_certified_epsilon_under_poisson_sampling():
+    with pytest.raises(ValueError, match="not an upper bound"):
+        individual(clipping="adaptive", **ADAPTIVE)
+    individual(clipping="adaptive", poisson_sampling=False, **ADAPTIVE)
 
 
 def test_samplers_that_cannot_be_accounted_are_refused_for_a_shuffled_loader():

@@ -324,20 +324,18 @@ def test_a_step_without_backward_is_refused():
     assert_refused(model, optimizer, counter, "found no gradient")
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_of_either_kind_is_enough_and_none_at_all_is_refused(set_to_none):
-    model, optimizer, loader, counter = parts(draws=[[list(range(8))], [list(range(8, 16))]], mini_sets=1)
-    iterator = iter(loader)
-    x, y = next(iterator)
-    cross_entropy(model, x, y).backward()
-    optimizer.step()
-    x, y = next(iterator)
-    cross_entropy(model, x, y).backward()
-    assert_refused(model, optimizer, counter, "zero_grad")
-    optimizer.zero_grad(set_to_none=set_to_none)
-    cross_entropy(model, x, y).backward()
-    optimizer.step()
-    assert counter.steps == 2
+@pytest.mark.parametrize("clear", ["to none", "to zero", "never"])
+def test_zero_grad_of_either_kind_or_none_at_all_gives_the_same_update(clear):
+    """Gradients are dropped before a batch is delivered, so the last update is never added to the next."""
+    model, reference = mlp(), mlp()
+    for m, how in ((model, clear), (reference, "to none")):
+        optimizer, loader = private_parts(m, DATA, [[list(range(8))], [list(range(8, 16))]])
+        for x, y in loader:
+            if how != "never":
+                optimizer.zero_grad(set_to_none=how == "to none")
+            cross_entropy(m, x, y).backward()
+            optimizer.step()
+    assert torch.equal(weights(model), weights(reference))
 
 
 def test_forgotten_zero_grad_between_mini_sets_does_not_carry_one_into_the_next():
@@ -415,6 +413,103 @@ def test_an_exception_in_the_accountant_leaves_the_weights_and_gradients_alone()
         optimizer.step()
     assert torch.equal(weights(model), before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_of_a_batch_that_was_never_stepped_do_not_reach_the_next_pass():
+    model, reference = mlp(), mlp()
+    optimizer, loader = private_parts(model, DATA, DRAWS, mini_sets=4)
+    for x, y in loader:
+        cross_entropy(model, x, y).backward()
+        break  # before step()
+    for x, y in loader:
+        cross_entropy(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer, loader = private_parts(reference, DATA, DRAWS, mini_sets=4)
+    train(reference, optimizer, loader)
+    assert torch.equal(weights(model), weights(reference))
+
+
+def test_a_failure_inside_a_step_leaves_no_gradient_behind(monkeypatch):
+    model, optimizer, loader, counter = parts()
+    iterator = iter(loader)
+    x, y = next(iterator)
+    cross_entropy(model, x, y).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr("opacus_bc.optimizer.clip_coefficients", lambda *_: [][0])
+        with pytest.raises(IndexError):
+            optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer._draw is None
+    assert counter.steps == 0
+
+
+@pytest.mark.parametrize("through", ["wrapper", "original"])
+def test_a_parameter_added_late_brings_no_gradients_of_earlier_draws(through):
+    model = mlp()
+    late = list(model[2].parameters())
+    optimizer, loader = private_parts(model, DATA, [[list(range(8 * i, 8 * i + 8))] for i in range(4)])
+    optimizer.original_optimizer.param_groups[0]["params"] = list(model[0].parameters())
+    before = [p.detach().clone() for p in late]
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()  # the late layer's gradients pile up, nobody clears them
+        if i == 3:
+            target = optimizer if through == "wrapper" else optimizer.original_optimizer
+            target.add_param_group({"params": late})
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(late, before, strict=True))
+
+
+@pytest.mark.parametrize("physical", [None, 3])
+def test_gradients_written_into_the_same_memory_every_time_are_still_clipped(physical):
+    """A loop with gradient buffers of its own must not overwrite what has been clipped before."""
+    results = []
+    for reuse in (True, False):
+        model = mlp()
+        optimizer, loader = private_parts(model, DATA, DRAWS[:1], mini_sets=4, clip_bound=0.01)
+        buffers = [torch.zeros_like(p) for p in model.parameters()]
+        if physical:
+            loader = loader.with_max_physical_batch_size(physical)
+        for x, y in loader:
+            grads = torch.autograd.grad(cross_entropy(model, x, y), list(model.parameters()))
+            for p, buffer, g in zip(model.parameters(), buffers, grads, strict=True):
+                p.grad = buffer.copy_(g) if reuse else g.clone()
+            optimizer.step()
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
+def test_a_users_step_hook_does_not_replace_the_accounting():
+    model, optimizer, loader, counter = parts()
+    booked = Counter()
+    optimizer.accounting_hook = booked
+    train(model, optimizer, loader)
+    assert booked.steps == counter.steps == len(DRAWS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prefetched_batches_of_an_older_iterator_are_not_delivered(workers):
+    _, _, loader, _ = parts(num_workers=workers)
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    with pytest.raises(RuntimeError, match="superseded"):
+        next(old)
+    next(new)
+
+
+def test_two_living_iterators_over_a_stock_memory_manager_are_refused():
+    model, optimizer, loader, _ = parts()
+    with StockBatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as physical:
+        old = iter(physical)
+        next(old)
+        with pytest.raises(RuntimeError, match="two iterators"):
+            next(iter(physical))
+        del old
+        train(model, optimizer, physical)
 
 
 def test_an_older_iterator_cannot_deliver_after_a_newer_one_started():
