@@ -474,7 +474,8 @@ def test_physical_chunks_give_the_step_of_the_whole_batch():
 
 
 def test_a_scheduler_between_two_chunks_of_a_batch_waits_for_the_next_draw():
-    _, wrapped, optimizer, _ = private(mlp(), clipping="flat")
+    _, wrapped, optimizer, batches = private(mlp(), clipping="flat")
+    next(iter(batches))
     x, y = PRIVATE[:20]
     for chunk, last in (((x[:9], y[:9]), False), ((x[9:], y[9:]), True)):
         optimizer.signal_skip_step(do_skip=not last)
@@ -493,7 +494,8 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
     releases = []
     for keep in (list(range(20)), [i for i in range(20) if i not in (3, 8)]):
         model = mlp()
-        _, wrapped, optimizer, _ = private(model, clipping="flat", lr=20.0)
+        _, wrapped, optimizer, batches = private(model, clipping="flat", lr=20.0)
+        next(iter(batches))
         optimizer.noise = KnownNoise(0.0)
         start = [p.detach().clone() for p in model.parameters()]
         nn.functional.cross_entropy(wrapped(x[keep]), y[keep]).backward()
@@ -506,7 +508,8 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
 
 def test_an_empty_batch_releases_noise_and_is_accounted():
     model = mlp()
-    made, wrapped, optimizer, _ = private(model, clipping="flat")
+    made, wrapped, optimizer, batches = private(model, clipping="flat")
+    next(iter(batches))
     start = [p.detach().clone() for p in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
