@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -75,14 +77,17 @@ def make_private(
     **kwargs: Any,
 ) -> tuple[PrivacyEngine, Any, Any, Any, Any]:
     """Engine, module, optimizer, criterion and loader; everything random follows ``seed``."""
-    eng = eng or engine(accountant=accountant)
     given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "clipping": "batch"} | kwargs
+    if given["clipping"] == "adaptive" and accountant == "fdp":
+        accountant = "prv"  # Opacus's adaptive clipping has no certified epsilon
+    eng = eng or engine(accountant=accountant)
     torch.manual_seed(seed)
     loader = DataLoader(
         dataset or images(), batch_size=batch_size, generator=torch.Generator().manual_seed(seed)
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="batch_norm='unprotected'")
+        warnings.filterwarnings("ignore", message="Opacus's clipping='adaptive'")
         made = eng.make_private(
             module=model,
             optimizer=optim.SGD(model.parameters(), lr=lr),
@@ -102,6 +107,12 @@ def train(model: Any, optimizer: Any, criterion: Any, loader: Any, epochs: int =
             optimizer.zero_grad()
             criterion(model(x), y).backward()
             optimizer.step()
+
+
+def batches(loader: Any, count: int) -> Iterator[Any]:
+    """``count`` batches of as many passes as it takes."""
+    endless = chain.from_iterable(iter(loader) for _ in repeat(None))
+    return islice(endless, count)
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from batch_norm_support import (
     BACKWARD_HOOK_REMARK,
     INDIVIDUAL,
+    batches,
     buffers,
     images,
     make_private,
@@ -147,13 +148,10 @@ def released_update(kwargs: dict[str, Any]) -> Tensor:
     model = network()
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     with pytest.warns(UserWarning, match="noise_multiplier=0"):
-        _, module, optimizer, criterion, _ = make_private(
+        _, module, *rest = make_private(
             model, batch_norm=PUBLIC, noise_multiplier=0.0, lr=1.0, batch_size=48, max_grad_norm=0.3, **kwargs
         )
-    x, y = images().tensors
-    optimizer.zero_grad()
-    criterion(module(x), y).backward()
-    optimizer.step()
+    train(module, *rest)
     return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
 
 
@@ -175,12 +173,11 @@ def test_every_individual_mode_trains_and_accounts_as_stock_opacus(kwargs: dict[
 def test_constants_are_statistics_of_a_public_batch_every_n_steps(refresh: int) -> None:
     model = network()
     one = DataLoader(images(16, seed=99), batch_size=16)
-    _, module, optimizer, criterion, _ = make_private(
+    _, module, optimizer, criterion, loader = make_private(
         model, clipping="flat", batch_norm=one, batch_norm_refresh=refresh
     )
-    x, y = images().tensors
     history = []
-    for _ in range(6):
+    for x, y in batches(loader, 6):
         plain = network()
         plain.load_state_dict(dict(model.named_parameters()), strict=False)
         for layer in (plain[1], plain[4]):
@@ -201,10 +198,9 @@ def test_constants_are_statistics_of_a_public_batch_every_n_steps(refresh: int) 
 
 def test_successive_refreshes_take_successive_public_batches() -> None:
     model = network()
-    _, module, optimizer, criterion, _ = make_private(model, clipping="flat", batch_norm=PUBLIC, lr=0.0)
-    x, y = images().tensors
+    _, module, optimizer, criterion, loader = make_private(model, clipping="flat", batch_norm=PUBLIC, lr=0.0)
     seen = []
-    for _ in range(6):
+    for x, y in batches(loader, 6):
         seen.append(model[1].constant_mean.clone())
         optimizer.zero_grad()
         criterion(module(x), y).backward()
