@@ -112,7 +112,8 @@ def main() -> None:
             f"| {times['ours upper']:.3f} | {shown['dp upper']} |",
             flush=True,
         )
-    middle = {key: f"**{statistics.median(values):.1f} x**" for key, values in ratios.items()}
+    medians = {key: statistics.median(values) for key, values in ratios.items()}
+    middle = {k: f"**{v:.1f} x**" if math.isfinite(v) else "**no answer**" for k, v in medians.items()}
     print(f"| **median** | | | | {middle['dp']} | {middle['prv']} | | {middle['dp upper']} |")
 
 

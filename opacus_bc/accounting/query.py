@@ -201,8 +201,15 @@ def delta_upper(steps: tuple[Step, ...], epsilon: float) -> float:
         return ceiling
     worst = 0.0
     for one in directions(steps):
-        composed = compose(steps, one, make_plan(steps, one, epsilon=epsilon, theta=_theta(steps)))
-        worst = max(worst, float(interpolate(*composed.upper_profile(), np.array([epsilon]))[0]))
+        least, goal, kept = 1.0, None, 1e-6
+        for _ in range(3):  # again with less of the tail while rounding errors are felt, as in `_refined`
+            plan = make_plan(steps, one, delta=goal, epsilon=epsilon, theta=_theta(steps), kept=kept)
+            composed = compose(steps, one, plan)
+            least = min(least, float(interpolate(*composed.upper_profile(), np.array([epsilon]))[0]))
+            if least < 1e-280 or composed.error_at(epsilon, two_sided=False) <= 1e-3 * least:
+                break
+            goal, kept = least, 1e-3
+        worst = max(worst, least)
     mixture = _mixture(steps)
     if mixture:
         worst = min(worst, gaussian.binomial_mixture_delta(mixture.mu, mixture.q, mixture.count, epsilon))
