@@ -154,8 +154,11 @@ def test_layers_are_released_in_the_order_of_execution() -> None:
     model = Swapped()
     for layer in (model.late, model.early, model.unused):
         patch(layer, MiniSetStatistics)
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
     order = execution_order(model, [model.late, model.early, model.unused], torch.randn(3, 4))
     assert order == [model.early, model.late]
+    assert torch.equal(seen[0], torch.zeros(3, 4))  # the private batch lends its shape only
 
 
 def test_moments_are_those_of_each_sample() -> None:
