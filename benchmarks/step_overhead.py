@@ -4,14 +4,15 @@
 
 Measures whole steps (loader, forward, backward, optimizer) of plain SGD, BC, GBC and stock Opacus on the same
 random images, interleaved round by round in one process; every ratio is the median over rounds of the ratio
-to plain SGD in the same round. Peak memory is what a process of its own that trains three steps needs on top
-of a process that only imports the same modules.
+to plain SGD in the same round. Peak memory is what model, data, gradients and three steps add to a process of
+their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,7 @@ warnings.filterwarnings("ignore")
 def stepper(method: str, model_name: str) -> Callable[[], None]:
     """A function that trains one logical step of ``method``."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(64 * BATCH, 3, 32, 32), torch.randint(0, 10, (64 * BATCH,)))
+    data = TensorDataset(torch.randn(8 * BATCH, 3, 32, 32), torch.randint(0, 10, (8 * BATCH,)))
     stock = method.startswith("Opacus")
     model = build(model_name, norm="group" if stock else "batch", in_channels=3, num_classes=10)
     optimizer: optim.Optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -92,21 +93,32 @@ def times(model_name: str, rounds: int, steps: int) -> dict[str, list[float]]:
 
 
 def peak_mib(method: str, model_name: str) -> float:
-    """Peak resident memory of a fresh process that trains three steps, less that of one that trains none."""
-    peaks = []
-    for run in (True, False):
-        code = (
-            "import sys; sys.path.insert(0, sys.argv[1]); import step_overhead as s; "
-            "s.torch.set_num_threads(2); step = s.stepper(sys.argv[2], sys.argv[3]); "
-            f"[step() for _ in range({3 if run else 0})]; "
-            "print(s.resource.getrusage(s.resource.RUSAGE_SELF).ru_maxrss)"
-        )
-        here = str(Path(__file__).parent)
-        out = subprocess.run(
-            [sys.executable, "-c", code, here, method, model_name], capture_output=True, text=True, check=True
-        )
-        peaks.append(int(out.stdout.split()[-1]) / 1024)
-    return peaks[0] - peaks[1]
+    """What a fresh process needs at its peak for model, data, gradients and three steps (Linux).
+
+    Tensors are mapped one by one, so that freed ones leave the process at once and the peak is theirs.
+    """
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import step_overhead as s
+s.torch.set_num_threads(2)
+read = lambda key: int(open('/proc/self/status').read().split(key + ':')[1].split()[0])
+s.stepper('plain SGD', 'bn_lenet5')()  # loads what every method loads
+before = read('VmRSS')
+open('/proc/self/clear_refs', 'w').write('5')
+step = s.stepper(sys.argv[2], sys.argv[3])
+for _ in range(3):
+    step()
+print(read('VmHWM') - before)
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent), method, model_name],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(out.stdout.split()[-1]) / 1024
 
 
 def main() -> None:
@@ -122,10 +134,10 @@ def main() -> None:
     print(f"{'model':10} {'method':14} {'time / plain':>13} {'spread':>13} {'memory / plain':>15}")
     for model_name in args.models:
         found = times(model_name, args.rounds, args.steps)
-        base_memory = peak_mib("plain SGD", model_name)
+        memories = {m: peak_mib(m, model_name) for m in METHODS}
         for method in METHODS:
             ratios = [a / b for a, b in zip(found[method], found["plain SGD"], strict=True)]
-            memory = peak_mib(method, model_name) / base_memory
+            memory = memories[method] / memories["plain SGD"]
             row = {
                 "model": model_name,
                 "method": method,
@@ -133,6 +145,7 @@ def main() -> None:
                 "low": round(min(ratios), 3),
                 "high": round(max(ratios), 3),
                 "memory": round(memory, 3),
+                "peak_mib": round(memories[method]),
             }
             rows.append(row)
             spread = f"{row['low']:.2f}-{row['high']:.2f}"

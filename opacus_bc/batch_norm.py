@@ -181,6 +181,21 @@ class BatchNormPolicy:
         if isinstance(self.keeper, ConstantsKeeper):
             self.keeper.after_step()
 
+    def _written(self) -> frozenset[int]:
+        """Modules whose buffers a release of this engine writes, or that are knowingly unprotected."""
+        return (
+            frozenset(id(child) for child in self.layers.values()) if self.name != "frozen" else frozenset()
+        )
+
+    def check_buffers(self) -> None:
+        """Refuse to speak of privacy while some buffer holds what nobody released.
+
+        Raises:
+            MovingBufferError: Names the buffer.
+        """
+        if not self.finished:
+            check_unmoved(self._before, self._written())
+
     def finish(self) -> None:
         """Bring the statistics up to date, check every buffer and give the layers their plain types back.
 
@@ -193,12 +208,11 @@ class BatchNormPolicy:
             self.keeper.refresh()
         elif isinstance(self.keeper, PrivateKeeper):
             self.keeper.check()
-        written = self.layers.values() if self.name != "frozen" else ()
         for child in self.layers.values():
             training = self.root.training
             unpatch(child)
             child.training = training
-        check_unmoved(self._before, frozenset(id(child) for child in written))
+        check_unmoved(self._before, self._written())
         if self._watch is not None:
             self._watch.remove()
         self.finished = True

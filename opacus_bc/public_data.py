@@ -76,7 +76,10 @@ def _rows(dataset: Dataset[Any], indices: npt.NDArray[np.int64] | None = None) -
     if indices is None:
         indices = np.asarray(_length(dataset), dtype=np.int64)
     if isinstance(dataset, Subset):
-        return _rows(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[indices])
+        chosen = np.asarray(dataset.indices, dtype=np.int64)[indices]
+        if not isinstance(dataset.dataset, IterableDataset):
+            chosen = chosen % len(_length(dataset.dataset))  # -1 is the last one
+        return _rows(dataset.dataset, chosen)
     if isinstance(dataset, ConcatDataset):
         return _concatenated_rows(dataset, indices)
     inner = getattr(dataset, "dataset", None)

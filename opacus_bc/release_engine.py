@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-from torch.utils.data import DataLoader
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
 
 from opacus_bc import batch_norm as bn
 from opacus_bc import statement as st
@@ -36,6 +38,8 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         self._runs.append(run)
 
     def _check_protected(self, allow_unprotected: bool) -> None:
+        for run in self._runs:
+            run.policy.check_buffers()
         booked = sum(int(entry[2]) for entry in self.accountant.history)
         taken = sum(run.steps for run in self._runs)
         if taken > booked:
@@ -212,11 +216,35 @@ def scrub(module: nn.Module) -> None:
             child.__dict__.pop(name, None)
 
 
+class OneByOne:
+    """The user's collate function on every sample by itself, so that it cannot mix samples (mixup)."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return _joined([self.collate([sample]) for sample in samples])
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_joined([part[i] for part in parts]) for i in range(len(first))]
+    raise TypeError(
+        f"batch_norm='private' cannot join batches of {type(first).__name__}: collate into tensors"
+    )
+
+
 def in_order(data_loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader's data, every sample exactly once."""
+    """The loader's data, every sample exactly once and by itself."""
+    collate = data_loader.collate_fn
     return DataLoader(
         data_loader.dataset,
         batch_size=data_loader.batch_size,
-        collate_fn=data_loader.collate_fn,
+        collate_fn=collate if collate is default_collate else OneByOne(collate),
         num_workers=data_loader.num_workers,
     )

@@ -371,3 +371,28 @@ def test_a_patched_model_can_be_copied_saved_and_moved(kwargs: dict[str, Any]) -
     assert torch.equal(fresh.eval()(x), expected)
     assert all(p.dtype == torch.float64 for p in model.double().parameters())
     assert model(x.double()).dtype == torch.float64
+
+
+def test_a_buffer_that_moves_late_leaves_no_epsilon_and_no_statement() -> None:
+    class Late(nn.Module):
+        """Keeps still for ten forwards, then writes down what it sees."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 10:
+                self.seen += x.detach().mean((0, 2, 3))
+            return x
+
+    model = nn.Sequential(Late(), network())
+    eng, module, *rest = make_private(model, batch_norm="batch")
+    train(module, *rest, epochs=2)
+    assert eng.get_epsilon(1e-5) > 0
+    train(module, *rest, epochs=3)
+    for claim in (lambda: eng.get_epsilon(1e-5), lambda: eng.statement(1e-5), eng.get_tradeoff):
+        with pytest.raises(MovingBufferError, match="seen"):
+            claim()

@@ -31,6 +31,7 @@ from opacus_bc.private_statistics import (
     moments,
     release_multiplier,
 )
+from opacus_bc.release_engine import in_order
 
 
 class Recorder:
@@ -325,3 +326,18 @@ def test_the_normaliser_is_the_public_size_of_the_data_set() -> None:
     keeper = eng._runs[0].policy.keeper
     assert isinstance(keeper, PrivateKeeper)
     assert keeper.normaliser == 40
+
+
+def mixup(samples: list[Any]) -> list[Tensor]:
+    """A collate function that mixes every sample into its neighbour."""
+    x = torch.stack([sample[0] for sample in samples])
+    return [0.5 * x + 0.5 * x.roll(1, 0), torch.tensor([int(sample[1]) for sample in samples])]
+
+
+def test_a_collate_function_cannot_mix_samples_into_each_other() -> None:
+    data = images(12)
+    (alone, _), (together, _) = (
+        next(iter(in_order(DataLoader(data, batch_size=size, collate_fn=mixup)))) for size in (1, 12)
+    )
+    assert torch.equal(alone[0], together[0])
+    assert torch.equal(together, data.tensors[0])

@@ -161,3 +161,11 @@ def test_a_batch_reaches_the_model_as_tensor_pair_or_mapping() -> None:
     expected = model(x)
     for batch in (x, (x, torch.zeros(4)), [x, None], {"input": x}):
         assert torch.equal(forward(model, batch), expected)
+
+
+def test_negative_indices_do_not_hide_an_overlap() -> None:
+    data = TensorDataset(torch.arange(10.0))
+    private = DataLoader(Subset(data, [8, 9]), batch_size=2)
+    with pytest.raises(PublicDataError):
+        check_disjoint(DataLoader(Subset(data, [-1]), batch_size=1), private)
+    check_disjoint(DataLoader(Subset(data, [-3]), batch_size=1), private)
