@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -77,12 +77,12 @@ def stepper(method: str, model_name: str) -> Callable[[], None]:
     return step
 
 
-def times(model_name: str, rounds: int, steps: int) -> dict[str, list[float]]:
+def times(model_name: str, rounds: int, steps: int, methods: Sequence[str]) -> dict[str, list[float]]:
     """Seconds per step by method and round, interleaved."""
-    steppers = {method: stepper(method, model_name) for method in METHODS}
+    steppers = {method: stepper(method, model_name) for method in methods}
     for step in steppers.values():
         step()
-    found: dict[str, list[float]] = {method: [] for method in METHODS}
+    found: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method, step in steppers.items():
             start = time.perf_counter()
@@ -127,15 +127,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--models", nargs="+", default=["resnet18", "convnet"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_overhead.json")
     args = parser.parse_args()
     torch.set_num_threads(2)
     rows = []
     print(f"{'model':10} {'method':14} {'time / plain':>13} {'spread':>13} {'memory / plain':>15}")
     for model_name in args.models:
-        found = times(model_name, args.rounds, args.steps)
-        memories = {m: peak_mib(m, model_name) for m in METHODS}
-        for method in METHODS:
+        found = times(model_name, args.rounds, args.steps, args.methods)
+        memories = {m: peak_mib(m, model_name) for m in args.methods}
+        for method in args.methods:
             ratios = [a / b for a, b in zip(found[method], found["plain SGD"], strict=True)]
             memory = memories[method] / memories["plain SGD"]
             row = {

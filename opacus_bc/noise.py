@@ -8,6 +8,7 @@ default generator again.
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ from opacus_bc.clipping import accumulation_dtype
 
 if TYPE_CHECKING:
     from numpy.random import Generator
+
+_LARGE = 2**18  # entries from which a second core pays
 
 
 class NoiseSource(Protocol):
@@ -45,25 +48,48 @@ class TorchNoise:
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self._given = generator
-        self._by_device: dict[torch.device, torch.Generator] = {}
+        self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
         self._seed = fresh_seed() if generator is None else 0
 
-    def generator_for(self, device: torch.device) -> torch.Generator:
-        """The generator that serves ``device``."""
+    def stream(self, device: torch.device, number: int = 0) -> torch.Generator:
+        """One of the generators that serve ``device``."""
         if self._given is not None:
             return self._given
-        if device not in self._by_device:
+        key = (device, number)
+        if key not in self._streams:
             generator = torch.Generator(device=device)
-            # Devices get different seeds: the same noise on two of them could be subtracted.
-            generator.manual_seed((self._seed + len(self._by_device)) % 2**63)
-            self._by_device[device] = generator
-        return self._by_device[device]
+            # Streams get different seeds: the same noise on two tensors could be subtracted.
+            generator.manual_seed((self._seed + len(self._streams)) % 2**63)
+            self._streams[key] = generator
+        return self._streams[key]
 
     def normal(self, like: Tensor, std: float) -> Tensor:
         """See :meth:`NoiseSource.normal`."""
-        generator = self.generator_for(like.device)
+        generator = self.stream(like.device)
         noise = torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=generator.device)
+        if self._given is None and like.device.type == "cpu" and like.numel() >= _LARGE:
+            return self._normal_in_halves(noise, std)
         return noise.normal_(0.0, std, generator=generator).to(like.device)
+
+    def _normal_in_halves(self, noise: Tensor, std: float) -> Tensor:
+        """A torch generator uses one core; large tensors get two generators, and two cores if torch may.
+
+        Which half comes from which generator does not depend on the number of threads.
+        """
+        first, second = (self.stream(noise.device, number) for number in (0, 1))
+        halves = noise.view(-1).tensor_split(2)
+        tasks = [
+            threading.Thread(target=half.normal_, args=(0.0, std), kwargs={"generator": generator})
+            for half, generator in zip(halves, (first, second), strict=True)
+        ]
+        together = torch.get_num_threads() > 1
+        for task in tasks:
+            task.start()
+            if not together:
+                task.join()
+        for task in tasks:
+            task.join()
+        return noise
 
 
 def secure_generator() -> Generator:

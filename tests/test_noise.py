@@ -31,6 +31,28 @@ def test_noise_has_a_stream_of_its_own():
     assert torch.equal(TorchNoise().normal(torch.zeros(1000), 1.0), noise)
 
 
+def test_large_tensors_get_two_independent_halves_whatever_the_number_of_threads():
+    """A million entries; each bound is six standard errors."""
+    n = 2**20
+    threads = torch.get_num_threads()
+    values = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        torch.manual_seed(0)
+        source = TorchNoise()
+        values.append((source.normal(torch.zeros(n), 2.0), source.normal(torch.zeros(n), 2.0)))
+    torch.set_num_threads(threads)
+    assert torch.equal(values[0][0], values[1][0])
+    assert torch.equal(values[0][1], values[1][1])
+    first, second = (v.double() / 2.0 for v in values[0])
+    left, right = first.tensor_split(2)
+    for a, b in ((left, right), (first, second), (left, second[: n // 2]), (right, second[: n // 2])):
+        assert abs(float((a * b).mean())) < 6 / math.sqrt(len(a))
+    for part in (left, right):
+        assert abs(float(part.mean())) < 6 / math.sqrt(len(part))
+        assert abs(float(part.var()) - 1) < 6 * math.sqrt(2 / len(part))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_noise_is_drawn_in_at_least_single_precision(dtype):
     like = torch.zeros(4, dtype=dtype)

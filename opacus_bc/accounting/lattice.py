@@ -31,9 +31,8 @@ Ints = npt.NDArray[np.int64]
 Direction = Literal["remove", "add"]
 
 UNIT = 2.0**-53
-# Relative error granted to ndtr, erfcx and exp, in units of rounding (measured: below 12 over the range
-# used).
-SPECIAL = 32 * UNIT
+SPECIAL = 64 * UNIT
+_TAIL = 1 + 1e-9  # on probabilities beyond the lattice, far more than `allowance` asks for
 _LARGE = 30.0
 
 
@@ -67,6 +66,15 @@ class Lattice:
     split: Floats
     drift: Floats
     top: float  # largest |loss| in use, for the rounding slack
+
+
+def allowance(x: Floats) -> Floats:
+    """Relative error granted to ndtr(x), and to exp(-x^2/2) erfcx: 64 + 3 x^2 units of rounding.
+
+    A rounded argument alone costs about x^2 units in the tail; `tests/test_accounting_pld.py` compares both
+    with fifty digits.
+    """
+    return np.asarray(SPECIAL * (1 + np.square(x) / 20))
 
 
 def losses(log_ratio: Floats, q: float) -> Floats:
@@ -156,9 +164,11 @@ def _cells(step: Step, y: Floats) -> _Cells:
         ratio = np.exp(np.where(np.isfinite(log_ratio[low]), log_ratio[low] - log_ratio[high], -np.inf))
         left_ratio = np.exp(np.minimum(log_ratio[low], 0.0))
     scaled = np.where(right, weighted[low] - weighted[high] * ratio, left_ratio * base)
-    tail0 = np.where(right, sf0[low], cdf0[high])
-    tail1 = np.where(right1, sf1[low], cdf1[high])
-    error = q * SPECIAL * (tail1 + np.where(right, weighted[low], left_ratio * tail0))
+    finite = np.where(np.isfinite(x), x, 0.0)  # an infinite argument is exact
+    grant0, grant1 = (np.maximum(a[low], a[high]) for a in (allowance(finite), allowance(finite - mu)))
+    tail0 = grant0 * np.where(right, sf0[low], cdf0[high])
+    tail1 = grant1 * np.where(right1, sf1[low], cdf1[high])
+    error = q * (tail1 + np.where(right, grant1 * weighted[low], left_ratio * tail0))
     share = -np.expm1(-np.diff(y))
     mixture = np.maximum(0.0, (1 - q) * base + q * shifted)
     return _Cells(
@@ -166,7 +176,7 @@ def _cells(step: Step, y: Floats) -> _Cells:
         mixture=mixture,
         upper=np.clip(q * (shifted - scaled) / share, 0.0, mixture),
         slack=error / share,
-        blur=SPECIAL * (tail0 + q * tail1),
+        blur=tail0 + q * tail1,
     )
 
 
@@ -218,9 +228,9 @@ def discretise(
         mass[:-1] += near
         mass[1:] += far
         split, drift = _drift(widths, far, near)
-        lumped = float(ndtr(-x[1])) * (1 + SPECIAL)
+        lumped = float(ndtr(-x[1])) * _TAIL
         mass[-1] += lumped
-        infinite = float(ndtr(x[0])) * (1 + SPECIAL)
+        infinite = float(ndtr(x[0])) * _TAIL
         return Lattice(
             -offset,
             -index[::-1],
@@ -237,10 +247,10 @@ def discretise(
     mass[:-1] += low
     mass[1:] += up
     split, drift = _drift(widths, low, up)
-    infinite = ((1 - step.q) * float(ndtr(-x[1])) + step.q * float(ndtr(step.mu - x[1]))) * (1 + SPECIAL)
+    infinite = ((1 - step.q) * float(ndtr(-x[1])) + step.q * float(ndtr(step.mu - x[1]))) * _TAIL
     top = abs(offset) + float(np.max(np.abs(y)))
     if not step.symmetric:
-        lumped = ((1 - step.q) * float(ndtr(x[0])) + step.q * float(ndtr(x[0] - step.mu))) * (1 + SPECIAL)
+        lumped = ((1 - step.q) * float(ndtr(x[0])) + step.q * float(ndtr(x[0] - step.mu))) * _TAIL
         mass[0] += lumped
         return Lattice(offset, index, mass, infinite, lumped, widths, split, drift, top)
     # Mirror image: a cell's mass under N(0,1) at minus its edges, the part nearer to zero rounded upwards.
@@ -250,7 +260,7 @@ def discretise(
     mirror[:-1] += near
     mirror[1:] += far
     # Mass that the pair has in common beyond the last edge of the mirror image is moved up to that edge.
-    lumped = float(ndtr(-x[1])) * (1 + SPECIAL)
+    lumped = float(ndtr(-x[1])) * _TAIL
     mirror[-1] += lumped
     half = step.mu / 2
     rest = (
