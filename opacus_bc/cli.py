@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tyro.extras.subcommand_cli_from_dict(
                 COMMANDS,
                 prog="opacus-bc",
-                description="Batch clipping for Opacus: accounting, experiments, audits.",
+                description="Batch clipping for Opacus: accounting.",
                 args=arguments,
                 config=(tyro.conf.FlagCreatePairsOff,),
             )

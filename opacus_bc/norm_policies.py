@@ -21,7 +21,8 @@ _CHOICES = (
 )
 _INDIVIDUAL_CHOICES = (
     "a public DataLoader (normalise with statistics of public batches) or 'frozen' (use the given ones); "
-    "'private' and 'batch' go with clipping='batch'"
+    "'private' and 'batch' go with clipping='batch'. Or replace the layers by GroupNorm before the optimizer "
+    "is made: opacus.validators.ModuleValidator.fix(model)"
 )
 
 Config = PublicStatistics | PrivateStatistics | str | None

@@ -156,6 +156,8 @@ class PrivacyEngine(ReleaseEngine):
             What Opacus returns: ``(module, optimizer, data_loader)``, for ghost clipping with the criterion
             in third place.
         """
+        if clipping not in ("batch", "flat", "per_layer", "adaptive"):
+            raise ValueError(f"clipping must be 'batch', 'flat', 'per_layer' or 'adaptive', got {clipping!r}")
         kind = resolve_sampling(sampling, poisson_sampling=poisson_sampling)
         if noise_generator is not None and self.secure_mode:
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")

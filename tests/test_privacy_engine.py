@@ -168,6 +168,7 @@ REFUSED = {
     r"max_grad_norm must be a finite number > 0, got \[": {"max_grad_norm": [1.0, 1.0]},
     "noise_multiplier must be": {"noise_multiplier": math.nan},
     "loss_reduction must be": {"loss_reduction": "none"},
+    "clipping must be 'batch', 'flat'": {"clipping": "bach"},
     "clipping='batch' makes none": {"grad_sample_mode": "ghost"},
     "does not divide": {"mini_batch_size": 5},
     "contradicts poisson_sampling=False": {"sampling": "poisson", "poisson_sampling": False},
