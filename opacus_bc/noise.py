@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
 _LARGE = 2**18  # entries from which a second core pays
+_PIECE = 2**16  # entries that stay in the cache between being drawn and being added
 
 
 class NoiseSource(Protocol):
@@ -30,6 +31,10 @@ class NoiseSource(Protocol):
 
     def normal(self, like: Tensor, std: float) -> Tensor:
         """Independent N(0, std^2) entries with the shape and device of ``like``, in float32 or float64."""
+        ...
+
+    def add_(self, tensor: Tensor, std: float) -> None:
+        """Add independent N(0, std^2) noise to every entry of a float32 or float64 tensor, in place."""
         ...
 
 
@@ -67,20 +72,25 @@ class TorchNoise:
         """See :meth:`NoiseSource.normal`."""
         generator = self.stream(like.device)
         noise = torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=generator.device)
-        if self._given is None and like.device.type == "cpu" and like.numel() >= _LARGE:
-            return self._normal_in_halves(noise, std)
         return noise.normal_(0.0, std, generator=generator).to(like.device)
 
-    def _normal_in_halves(self, noise: Tensor, std: float) -> Tensor:
-        """A torch generator uses one core; large tensors get two generators, and two cores if torch may.
+    def add_(self, tensor: Tensor, std: float) -> None:
+        """See :meth:`NoiseSource.add_`.
 
-        Which half comes from which generator does not depend on the number of threads.
+        On the CPU noise is drawn in pieces that stay in the cache. A torch generator uses one core, so the
+        halves of a large tensor get a generator each, and a core each if torch may use two; which half comes
+        from which generator does not depend on that.
         """
-        first, second = (self.stream(noise.device, number) for number in (0, 1))
-        halves = noise.view(-1).tensor_split(2)
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            tensor.add_(self.normal(tensor, std))
+            return
+        flat = tensor.view(-1)
+        if self._given is not None or flat.numel() < _LARGE:
+            _add_in_pieces(flat, std, self.stream(tensor.device))
+            return
         tasks = [
-            threading.Thread(target=half.normal_, args=(0.0, std), kwargs={"generator": generator})
-            for half, generator in zip(halves, (first, second), strict=True)
+            threading.Thread(target=_add_in_pieces, args=(half, std, self.stream(tensor.device, number)))
+            for number, half in enumerate(flat.tensor_split(2))
         ]
         together = torch.get_num_threads() > 1
         for task in tasks:
@@ -89,7 +99,14 @@ class TorchNoise:
                 task.join()
         for task in tasks:
             task.join()
-        return noise
+
+
+@torch.no_grad()
+def _add_in_pieces(flat: Tensor, std: float, generator: torch.Generator) -> None:
+    piece = torch.empty(min(len(flat), _PIECE), dtype=flat.dtype)
+    for start in range(0, len(flat), _PIECE):
+        part = flat[start : start + _PIECE]
+        part.add_(piece[: len(part)].normal_(0.0, std, generator=generator))
 
 
 def secure_generator() -> Generator:
@@ -139,6 +156,10 @@ class SecureNoise:
             total = total + self._generator.standard_normal(tuple(like.shape))
         noise = torch.as_tensor(np.asarray(total) * (std / 2.0))
         return noise.to(device=like.device, dtype=accumulation_dtype(like.dtype))
+
+    def add_(self, tensor: Tensor, std: float) -> None:
+        """See :meth:`NoiseSource.add_`."""
+        tensor.add_(self.normal(tensor, std))
 
 
 def sampling_generator(*, secure: bool, generator: torch.Generator | None = None) -> Generator:

@@ -230,12 +230,11 @@ class BatchClippingOptimizer(BlockOptimizer):
 
     def _release(self, draw: _OpenDraw) -> list[Tensor]:
         stds = [b.noise_std / m for b in draw.blocks for m in b.factors]
-        release = []
-        for i, (p, std) in enumerate(zip(draw.params, stds, strict=True)):
-            value = self.noise.normal(p, std)
-            if draw.clipped_sum is not None:
-                value += draw.clipped_sum[i]
-            release.append(value)
+        release = draw.clipped_sum
+        if release is None:  # nothing was deliverable, or nothing was finite
+            release = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in draw.params]
+        for value, std in zip(release, stds, strict=True):
+            self.noise.add_(value, std)
         draw.clipped_sum = None
         self._mask_(release, draw.names)
         if self.loss_reduction == "mean" and self.expected_batch_size != 1:

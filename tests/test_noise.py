@@ -31,6 +31,12 @@ def test_noise_has_a_stream_of_its_own():
     assert torch.equal(TorchNoise().normal(torch.zeros(1000), 1.0), noise)
 
 
+def added(source, n, dtype=torch.float32):
+    values = torch.zeros(n, dtype=dtype)
+    source.add_(values, 2.0)
+    return values
+
+
 def test_large_tensors_get_two_independent_halves_whatever_the_number_of_threads():
     """A million entries; each bound is six standard errors."""
     n = 2**20
@@ -40,17 +46,31 @@ def test_large_tensors_get_two_independent_halves_whatever_the_number_of_threads
         torch.set_num_threads(count)
         torch.manual_seed(0)
         source = TorchNoise()
-        values.append((source.normal(torch.zeros(n), 2.0), source.normal(torch.zeros(n), 2.0)))
+        values.append((added(source, n), added(source, n)))
     torch.set_num_threads(threads)
     assert torch.equal(values[0][0], values[1][0])
     assert torch.equal(values[0][1], values[1][1])
     first, second = (v.double() / 2.0 for v in values[0])
     left, right = first.tensor_split(2)
-    for a, b in ((left, right), (first, second), (left, second[: n // 2]), (right, second[: n // 2])):
+    pieces = first.split(2**16)
+    pairs = [(left, right), (first, second), (left, second[: n // 2]), (right, second[: n // 2])]
+    for a, b in [*pairs, (pieces[0], pieces[1]), (pieces[0], pieces[8])]:
         assert abs(float((a * b).mean())) < 6 / math.sqrt(len(a))
-    for part in (left, right):
+    for part in (left, right, *pieces):
         assert abs(float(part.mean())) < 6 / math.sqrt(len(part))
         assert abs(float(part.var()) - 1) < 6 * math.sqrt(2 / len(part))
+
+
+@pytest.mark.parametrize("make", [TorchNoise, SecureNoise, lambda: TorchNoise(torch.Generator())])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_added_to_every_entry_of_any_memory_format(make, dtype):
+    wide = torch.zeros(3, 40, 50, 60, dtype=dtype)
+    for values in (wide, wide.clone().transpose(0, -1), wide[0, 0, 0, :0], wide[0, 0, 0, 0].clone()):
+        values.zero_()
+        make().add_(values, 1e-3)
+        # A float32 normal is exactly zero once in about 2^24 draws.
+        assert int((values == 0).sum()) <= 2
+        assert values.numel() == 0 or float(values.abs().max()) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
