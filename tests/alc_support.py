@@ -39,6 +39,9 @@ class KnownNoise:
             like, self.size * std, dtype=torch.float64 if like.is_floating_point() else None
         )
 
+    def add_(self, tensor: Tensor, std: float) -> None:
+        tensor.add_(self.normal(tensor, std))
+
 
 def three_layers(seed: int = 0) -> nn.Module:
     """Layers of different size and gradient norm."""
