@@ -106,7 +106,7 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         loader = in_order(run.data_loader)
         layers = [child for child in policy.layers.values() if isinstance(child, PolicyLayer)]
         ordered = execution_order(policy.root, layers, next(iter(loader)))
-        self._account_release(release_multiplier(sigma, max(1, len(ordered))))
+        self._account_release(release_multiplier(sigma, max(1, len(ordered))), keeper.adjacency)
         keeper.release(
             ordered,
             loader,
@@ -115,9 +115,9 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             bound=keeper.config.bound if bound is None else bound,
         )
 
-    def _account_release(self, noise_multiplier: float) -> None:
+    def _account_release(self, noise_multiplier: float, adjacency: str) -> None:
         if self.accountant.mechanism() == "fdp":
-            self.accountant.release(noise_multiplier=noise_multiplier)
+            self.accountant.release(noise_multiplier=noise_multiplier, adjacency=adjacency)
         else:  # a Gaussian mechanism on all data is a step with sample rate 1
             self.accountant.step(noise_multiplier=noise_multiplier, sample_rate=1.0)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opacus_bc.accounting import FDPAccountant
+from opacus_bc.accounting.events import RELEASES
 from opacus_bc.clipping import Block, effective_noise_multiplier, sensitivity
 from opacus_bc.public_data import PublicDataDescription, describe
 from opacus_bc.run import Run
@@ -91,7 +92,7 @@ def facts(engine: Any, runs: Sequence[Run], delta: float) -> Facts:
     accountant = engine.accountant
     name = accountant.mechanism()
     history: list[Any] = list(accountant.history)
-    steps = [entry for entry in history if entry[3:] != ("release",)]
+    steps = [entry for entry in history if not _is_release(entry)]
     return Facts(
         runs=tuple(_run_facts(run) for run in runs),
         accountant=name,
@@ -100,9 +101,13 @@ def facts(engine: Any, runs: Sequence[Run], delta: float) -> Facts:
         epsilon=engine.get_epsilon(delta, allow_unprotected=True) if history else 0.0,
         certified_epsilon=_certified(history, delta) if name == "gdp" else None,
         mu=float(accountant.get_mu(delta)) if name == "fdp" and history else None,
-        releases=tuple(float(entry[0]) for entry in history if entry[3:] == ("release",)),
+        releases=tuple(float(entry[0]) for entry in history if _is_release(entry)),
         secure_noise=bool(engine.secure_mode),
     )
+
+
+def _is_release(entry: Any) -> bool:
+    return len(entry) > 3 and entry[3] in RELEASES
 
 
 def _certified(history: list[Any], delta: float) -> float:

@@ -67,7 +67,6 @@ def test_layers_are_the_square_root_correction() -> None:
 @pytest.mark.parametrize("sampling", ["partition", "shuffle"])
 def test_one_accountant_has_one_adjacency(sampling: str) -> None:
     accountant = FDPAccountant()
-    accountant.release(noise_multiplier=5.0)
     assert accountant.adjacency is None
     accountant.step(noise_multiplier=1.0, sample_rate=0.1, sampling="poisson")
     assert accountant.adjacency == "add/remove one"
@@ -79,6 +78,35 @@ def test_one_accountant_has_one_adjacency(sampling: str) -> None:
     assert other.adjacency == "replace one"
     with pytest.raises(ValueError, match="add/remove one"):
         other.step(noise_multiplier=1.0, sample_rate=0.1)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "partition", "shuffle"])
+def test_a_release_fixes_the_adjacency_too(sampling: str) -> None:
+    mine = "add/remove one" if sampling == "poisson" else "replace one"
+    other = "replace one" if sampling == "poisson" else "add/remove one"
+    accountant = FDPAccountant()
+    with pytest.raises(ValueError, match="adjacency=None must be 'add/remove one' or 'replace one'"):
+        accountant.release(noise_multiplier=5.0)
+    with pytest.raises(ValueError, match="adjacency='neighbours' must be"):
+        accountant.release(noise_multiplier=5.0, adjacency="neighbours")
+    accountant.release(noise_multiplier=5.0, adjacency=other)
+    with pytest.raises(ValueError, match=f"protects against {mine}.*{other}"):
+        accountant.step(noise_multiplier=1.0, sample_rate=0.1, sampling=sampling)
+    assert len(accountant.history) == 1
+    with pytest.raises(ValueError, match=f"protects against {mine}"):
+        accountant.release(noise_multiplier=5.0, adjacency=mine)
+    accountant = FDPAccountant()
+    accountant.release(noise_multiplier=5.0, adjacency=mine)
+    assert accountant.adjacency == mine
+    accountant.step(noise_multiplier=1.0, sample_rate=0.1, sampling=sampling)
+    accountant.release(noise_multiplier=5.0)
+    mixed = accountant.state_dict()
+    mixed["history"] = [
+        *mixed["history"],
+        (1.0, 1.0, 0, {"poisson": "release (replace one)"}.get(sampling, "release")),
+    ]
+    with pytest.raises(ValueError, match="mixes the adjacencies"):
+        FDPAccountant().load_state_dict(mixed)
 
 
 def test_a_shuffled_pass_costs_its_least_noisy_step_and_squares_add_over_passes() -> None:

@@ -13,7 +13,8 @@ from opacus_bc.accounting import query
 from opacus_bc.accounting.calibration import tradeoff_of
 from opacus_bc.accounting.clt import mu_clt_of
 from opacus_bc.accounting.events import (
-    RELEASE,
+    ADJACENCY,
+    RELEASES,
     Entry,
     check_delta,
     check_entry,
@@ -25,15 +26,13 @@ from opacus_bc.accounting.events import (
 from opacus_bc.accounting.lattice import Step
 from opacus_bc.accounting.tradeoff import TradeOffCurve
 
-_ADJACENCY = {"poisson": "add/remove one", "partition": "replace one", "shuffle": "replace one"}
 
-
-class FDPAccountant(IAccountant):  # type: ignore[misc]
+class FDPAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
     """Composes the exact privacy-loss distributions of all steps and answers with certified bounds.
 
     `history` holds (sigma_eff, sample_rate, steps, sampling); entries of three fields, as Opacus writes them,
-    mean Poisson sampling. One entry per pass for "shuffle"; entries of kind "release" are one-off Gaussian
-    releases and no steps.
+    mean Poisson sampling. One entry per pass for "shuffle"; entries of the kinds in
+    `events.RELEASES` are one-off Gaussian releases and no steps.
 
     **Formal guarantee.** `get_epsilon` and `get_delta` are upper bounds and `get_tradeoff` is a lower one,
     for the adjacency in `adjacency`, provided the noise schedule and the number of steps were fixed in
@@ -52,12 +51,8 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]
 
     @property
     def adjacency(self) -> str | None:
-        """What neighbouring data sets are: "add/remove one", "replace one", or None before the first step."""
-        for entry in self.history:
-            kind = entry[3] if len(entry) > 3 else "poisson"
-            if kind != RELEASE:
-                return _ADJACENCY[kind]
-        return None
+        """What neighbouring data sets are: "add/remove one", "replace one", or None for an empty history."""
+        return ADJACENCY[check_entry(self.history[0])[3]] if self.history else None
 
     def step(
         self,
@@ -84,11 +79,7 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]
         kind = check_sampling(sampling)
         sigma = check_sigma(noise_multiplier)
         rate = check_number("sample_rate", sample_rate, 0, 1)
-        if self.adjacency not in (None, _ADJACENCY[kind]):
-            raise ValueError(
-                f"sampling={sampling!r} protects against {_ADJACENCY[kind]}, earlier steps of this run "
-                f"against {self.adjacency}; use a new accountant for it."
-            )
+        self._check_adjacency(ADJACENCY[kind], f"sampling={sampling!r}")
         place = self._last_step()
         if place is not None:
             last = check_entry(self.history[place])
@@ -103,21 +94,39 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]
     def _last_step(self) -> int | None:
         """Where the last entry that is not a one-off release stands."""
         for place in range(len(self.history) - 1, -1, -1):
-            if self.history[place][3:] != (RELEASE,):
+            if check_entry(self.history[place])[3] not in RELEASES:
                 return place
         return None
 
-    def release(self, *, noise_multiplier: float) -> None:
-        """Account a one-off Gaussian release of all the data, in the adjacency of the run.
+    def _check_adjacency(self, adjacency: str, what: str) -> None:
+        if self.adjacency not in (None, adjacency):
+            raise ValueError(
+                f"{what} protects against {adjacency}, what this accountant holds already against "
+                f"{self.adjacency}; use a new accountant for it."
+            )
+
+    def release(self, *, noise_multiplier: float, adjacency: str | None = None) -> None:
+        """Account a one-off Gaussian release of all the data.
 
         Args:
-            noise_multiplier: noise standard deviation over the sensitivity in that adjacency.
+            noise_multiplier: noise standard deviation over the sensitivity in the adjacency.
+            adjacency: "add/remove one" or "replace one"; None means that of what was accounted before.
+
+        Raises:
+            ValueError: when it contradicts what was accounted before, or is None and nothing was.
         """
-        self.history.append((check_sigma(noise_multiplier), 1.0, 0, RELEASE))
+        sigma = check_sigma(noise_multiplier)
+        chosen = self.adjacency if adjacency is None else adjacency
+        kinds = {ADJACENCY[kind]: kind for kind in RELEASES}
+        if chosen not in kinds:
+            known = " or ".join(map(repr, kinds))
+            raise ValueError(f"adjacency={adjacency!r} must be {known} for the first entry of an accountant.")
+        self._check_adjacency(chosen, f"adjacency={adjacency!r}")
+        self.history.append((sigma, 1.0, 0, kinds[chosen]))
 
     def _entries(self) -> list[Entry]:
         entries = [check_entry(entry) for entry in self.history]
-        kinds = {_ADJACENCY[entry[3]] for entry in entries if entry[3] != RELEASE}
+        kinds = {ADJACENCY[entry[3]] for entry in entries}
         if len(kinds) > 1:
             raise ValueError(
                 f"history mixes the adjacencies {sorted(kinds)}; there is no guarantee to compute for it."

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from opacus_bc.accounting import query
 from opacus_bc.accounting.events import (
+    ADJACENCY,
     RELEASE,
+    REPLACE_RELEASE,
     Entry,
     Sampling,
     check_count,
@@ -31,7 +33,8 @@ def _entries(
     passes: int | None,
     releases: Sequence[float],
 ) -> list[Entry]:
-    entries: list[Entry] = [(sigma, 1.0, 0, RELEASE) for sigma in releases]
+    kind = RELEASE if ADJACENCY[sampling] == ADJACENCY[RELEASE] else REPLACE_RELEASE
+    entries: list[Entry] = [(sigma, 1.0, 0, kind) for sigma in releases]
     if sampling == "shuffle":
         return entries + [(sigma_eff, sample_rate, 1, "shuffle")] * (passes or 0)
     return [*entries, (sigma_eff, sample_rate, steps, sampling)]

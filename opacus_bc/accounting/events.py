@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
@@ -14,7 +14,16 @@ Sampling = Literal["poisson", "partition", "shuffle"]
 Entry: TypeAlias = tuple[float, float, int, str]
 
 SAMPLINGS: tuple[str, ...] = get_args(Sampling)
-RELEASE = "release"
+# One-off Gaussian releases of all the data; each kind says against which neighbours its sigma was taken.
+RELEASE, REPLACE_RELEASE = "release", "release (replace one)"
+RELEASES = (RELEASE, REPLACE_RELEASE)
+ADJACENCY = {
+    "poisson": "add/remove one",
+    "partition": "replace one",
+    "shuffle": "replace one",
+    RELEASE: "add/remove one",
+    REPLACE_RELEASE: "replace one",
+}
 MAX_LEVELS = 256
 
 
@@ -61,10 +70,10 @@ def check_sampling(sampling: str) -> Sampling:
     """One of the three samplings."""
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} must be one of {', '.join(map(repr, SAMPLINGS))}.")
-    return sampling  # type: ignore[return-value]
+    return cast(Sampling, sampling)
 
 
-def check_entry(entry: Sequence[object]) -> Entry:
+def check_entry(entry: Sequence[Any]) -> Entry:
     """A history entry (sigma_eff, q, steps[, sampling]); three fields, as Opacus writes them, mean Poisson
     sampling.
     """
@@ -74,12 +83,12 @@ def check_entry(entry: Sequence[object]) -> Entry:
         )
     sigma, rate, steps, *rest = entry
     sampling = str(rest[0]) if rest else "poisson"
-    if sampling != RELEASE:
+    if sampling not in RELEASES:
         check_sampling(sampling)
     return (
-        check_sigma(sigma),  # type: ignore[arg-type]
-        check_number("sample_rate", rate, 0, 1),  # type: ignore[arg-type]
-        check_count("steps", steps),  # type: ignore[arg-type]
+        check_sigma(sigma),
+        check_number("sample_rate", rate, 0, 1),
+        check_count("steps", steps),
         sampling,
     )
 
@@ -99,8 +108,8 @@ def to_steps(entries: Iterable[Entry]) -> tuple[Step, ...]:
     counts: dict[tuple[float, float, bool], int] = {}
     squares = 0.0
     for sigma, rate, steps, sampling in entries:
-        if sampling in ("shuffle", RELEASE):
-            squares += _mu(sigma) ** 2 if sampling == RELEASE or steps else 0.0
+        if sampling in ("shuffle", *RELEASES):
+            squares += _mu(sigma) ** 2 if sampling in RELEASES or steps else 0.0
         else:
             key = (sigma, rate, sampling == "partition")
             counts[key] = counts.get(key, 0) + steps
