@@ -1,12 +1,50 @@
-"""BatchNorm with constant statistics, differentiated: batches by autograd, single samples by Opacus."""
+"""BatchNorm with statistics of a public batch, differentiated: batches by autograd, samples by Opacus.
+
+With y = weight * (x - mean) / std + bias, the direct gradients treat mean and std as constants. They are
+functions of the weights W of the layer before, though, at a public batch that everybody knows; `Upstream`
+adds that term, d loss_i/d mean * d mean/dW + d loss_i/d var * d var/dW, to each sample's gradient of W.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+# Channel c of their output depends on row c of their weight alone, groups or not.
+ROW_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The layer whose output a BatchNorm normalises, and how its weight moves the public statistics.
+
+    Attributes:
+        layer: One of `ROW_LAYERS`.
+        mean_grad: Row c is the gradient of channel c's mean; in the shape of the layer's weight.
+        var_grad: Likewise for the variance.
+    """
+
+    layer: nn.Module
+    mean_grad: Tensor
+    var_grad: Tensor
+
+
+def upstream(layer: Any, inputs: Tensor) -> Upstream:
+    """How the mean and (unbiased) variance of ``layer(inputs)`` depend on its weight, channel by channel."""
+    with torch.enable_grad():
+        weight = layer.weight.detach().requires_grad_()
+        if isinstance(layer, nn.Linear):
+            output = F.linear(inputs.detach(), weight, layer.bias)
+        else:
+            output = layer._conv_forward(inputs.detach(), weight, layer.bias)
+        var, mean = torch.var_mean(output, [d for d in range(output.dim()) if d != 1])
+        (mean_grad,) = torch.autograd.grad(mean.sum(), weight, retain_graph=True)
+        (var_grad,) = torch.autograd.grad(var.sum(), weight)
+    return Upstream(layer, mean_grad, var_grad)
 
 
 def constant_statistics_grad_sample(
@@ -14,12 +52,36 @@ def constant_statistics_grad_sample(
 ) -> dict[Tensor, Tensor]:
     """Per-sample gradients of ``weight * (x - mean) / std + bias``: what Opacus asks of a grad sampler."""
     grads: dict[Tensor, Tensor] = {}
-    weight, bias = layer.weight, layer.bias
-    if weight is not None and weight.requires_grad:
-        inverse = torch.rsqrt(layer.constant_var + layer.eps)
-        grads[weight] = _weight_grads(activations[0], backprops, layer.constant_mean, inverse)
-    if bias is not None and bias.requires_grad:
-        grads[bias] = _positions(backprops).sum(2)
+    weight, bias, before = layer.weight, layer.bias, layer.upstream
+    inverse = torch.rsqrt(layer.constant_var + layer.eps)
+    weight_grad = bias_grad = None
+    if before is not None or (weight is not None and weight.requires_grad):
+        weight_grad = _weight_grads(activations[0], backprops, layer.constant_mean, inverse)
+    if before is not None or (bias is not None and bias.requires_grad):
+        bias_grad = _positions(backprops).sum(2)
+    if weight is not None and weight.requires_grad and weight_grad is not None:
+        grads[weight] = weight_grad
+    if bias is not None and bias.requires_grad and bias_grad is not None:
+        grads[bias] = bias_grad
+    if before is not None and weight_grad is not None and bias_grad is not None:
+        scale = inverse if weight is None else inverse * weight.detach()
+        into_mean, into_var = -scale * bias_grad, -0.5 * scale * inverse * weight_grad
+        grads.update(_upstream_grads(before, into_mean, into_var))
+    return grads
+
+
+def _upstream_grads(before: Upstream, into_mean: Tensor, into_var: Tensor) -> dict[Tensor, Tensor]:
+    """Every sample's gradient of the layer before that goes through the statistics."""
+    grads: dict[Tensor, Tensor] = {}
+    weight, bias = before.layer.weight, before.layer.bias
+    assert isinstance(weight, Tensor)
+    if weight.requires_grad:
+        shape = into_mean.shape + (1,) * (weight.dim() - 1)
+        grads[weight] = torch.addcmul(
+            into_mean.view(shape) * before.mean_grad, into_var.view(shape), before.var_grad
+        )
+    if isinstance(bias, Tensor) and bias.requires_grad:
+        grads[bias] = into_mean  # moves the mean one to one and the variance not at all
     return grads
 
 

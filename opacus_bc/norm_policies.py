@@ -117,6 +117,11 @@ def check_policy(
             f"{which} keep running statistics or mix samples, which a private forward would write into the "
             f"model unprotected. Say what shall happen with batch_norm=: {choices}"
         )
+    if isinstance(config, PublicStatistics) and config.differentiate and not individual:
+        raise BatchNormPolicyError(
+            "PublicStatistics(differentiate=True) goes with individual clipping: with clipping='batch' "
+            "gradients follow the mini-set's own statistics anyway"
+        )
     if individual:
         _check_individual(config, found)
     elif isinstance(config, PrivateStatistics):

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from opacus_bc._opacus import compute_instance_norm_grad_sample, register_grad_sampler
-from opacus_bc.norm_gradients import NormaliseWithConstants, constant_statistics_grad_sample
+from opacus_bc.norm_gradients import NormaliseWithConstants, Upstream, constant_statistics_grad_sample
 
 NORM_LAYERS = (_BatchNorm, _InstanceNorm)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -83,13 +83,15 @@ class PolicyLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.keeper is not None:
             self.keeper.before_saving()
-        state = {key: value for key, value in self.__dict__.items() if key != "keeper"}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("keeper", "upstream")}
         return _new, (self.mixin, self.plain_type), state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PolicyLayer:
         duplicate = _new(self.mixin, self.plain_type)
         memo[id(self)] = duplicate
         for key, value in self.__dict__.items():
+            if key == "upstream":
+                continue  # the copy's keeper measures anew
             keeper = key == "keeper" and value is not None
             duplicate.__dict__[key] = value.copied(memo) if keeper else copy.deepcopy(value, memo)
         return duplicate
@@ -166,11 +168,13 @@ class ConstantStatistics(PolicyLayer):
     since it cannot know who writes them. State dicts have the plain type's keys.
 
     **Formal guarantee**: outside of a collecting pass row i of a training forward's output is a function of
-    row i of its input, of the parameters and of ``constant_mean`` and ``constant_var``.
+    row i of its input, of the parameters and of ``constant_mean`` and ``constant_var``; row i of the
+    per-sample gradients is one of these and of ``upstream``, which knows public data only.
     """
 
     constant_mean: Tensor
     constant_var: Tensor
+    upstream: Upstream | None = None
 
     def install(self) -> None:
         """See :meth:`PolicyLayer.install`."""
@@ -186,6 +190,7 @@ class ConstantStatistics(PolicyLayer):
     def remove(self) -> None:
         """See :meth:`PolicyLayer.remove`."""
         super().remove()
+        self.__dict__.pop("upstream", None)
         self._show_buffers()
         del self.constant_mean, self.constant_var
 

@@ -219,6 +219,11 @@ class PrivacyEngine(ReleaseEngine):
                 f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
                 f"batch_first=True, got {grad_sample_mode!r} and {batch_first}"
             )
+        if policy.public is not None and policy.public.differentiate and grad_sample_mode != "hooks":
+            raise ValueError(
+                f"PublicStatistics(differentiate=True) needs grad_sample_mode='hooks', got "
+                f"{grad_sample_mode!r}: Opacus's ghost norms know of no gradient from one layer into another"
+            )
         if kind == "partition":
             raise ValueError(f"sampling='partition' goes with clipping='batch', got clipping={clipping!r}")
         loader = data_loader if kind == "poisson" else ShuffledLoader(data_loader)

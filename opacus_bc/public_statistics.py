@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from opacus_bc.norm_gradients import ROW_LAYERS, upstream
 from opacus_bc.norm_types import ConstantStatistics, PolicyLayer
 from opacus_bc.public_data import (
     PublicDataError,
@@ -38,17 +39,24 @@ class PublicStatistics:
         max_batches: At most this many of its batches are used (and at most 256 MB of them). They are read
             once and kept.
         seed: Order and augmentation of the public data follow from it.
+        differentiate: With individual clipping: each sample's gradient also follows the statistics, as the
+            functions of the convolution or linear layer directly before that they are at the public batch.
+            Learns faster (BatchNorm's gradient is then free of what the statistics would undo), costs a
+            second pass over that layer's per-sample gradients; sensitivity and noise stay what they are.
     """
 
     loader: DataLoader[Any]
     max_batches: int = 32
     seed: int = 0
+    differentiate: bool = False
 
     def __post_init__(self) -> None:
         check_public_loader(self.loader)
         count = self.max_batches
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"max_batches must be a whole number >= 1, got {count!r}")
+        if not isinstance(self.differentiate, bool):
+            raise ValueError(f"differentiate must be True or False, got {self.differentiate!r}")
 
 
 class PublicBatches:
@@ -222,6 +230,40 @@ def _average(pairs: Collected) -> tuple[Tensor, Tensor]:
     return torch.stack([m for m, _ in pairs]).mean(0), torch.stack([v for _, v in pairs]).mean(0)
 
 
+Feeding = dict[PolicyLayer, tuple[Any, ...]]
+
+
+@contextmanager
+def feeding_layers(root: nn.Module, layers: Sequence[PolicyLayer]) -> Iterator[Feeding]:
+    """While it is open: which layer's output each of ``layers`` normalises, and what that layer was given.
+
+    An entry is (layer before, its input), or empty where a BatchNorm is used twice, something stands in
+    between, or the BatchNorm has nothing to train (Opacus then asks for none of its gradients).
+    """
+    outputs: dict[int, tuple[Tensor, nn.Module, Tensor]] = {}
+    feeding: Feeding = {}
+
+    def produced(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if args:
+            outputs[id(output)] = output, module, args[0]  # holding the output keeps its id its own
+
+    def consumed(layer: Any, args: tuple[Any, ...]) -> None:
+        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
+        entry = outputs.get(id(args[0])) if args and trained and layer not in feeding else None
+        feeding[layer] = entry[1:] if entry else ()
+
+    handles = []
+    try:
+        if layers:
+            rows = [module for module in root.modules() if type(module) in ROW_LAYERS]
+            handles += [module.register_forward_hook(produced) for module in rows]
+            handles += [layer.register_forward_pre_hook(consumed) for layer in layers]
+        yield feeding
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class ConstantsKeeper(PublicKeeper):
     """Also gives the layers of individual clipping their training constants, every ``refresh_every`` steps.
 
@@ -249,12 +291,15 @@ class ConstantsKeeper(PublicKeeper):
             return
         layers = self.layers(root)
         batch = self.batches[self.refreshes]
+        config = self.batches.config
         self._busy = True
         try:
-            collected = collect(root, layers, [batch], seed=self.batches.config.seed)
+            with feeding_layers(root, layers if config.differentiate else ()) as feeding:
+                collected = collect(root, layers, [batch], seed=config.seed)
         finally:
             self._busy = False
         for layer, pairs in zip(layers, collected, strict=True):
             if pairs and isinstance(layer, ConstantStatistics):
                 layer.constant_mean, layer.constant_var = _average(pairs)
+                layer.upstream = upstream(*feeding[layer]) if len(feeding.get(layer, ())) == 2 else None
         self.refreshes += 1
