@@ -3,7 +3,8 @@
     python benchmarks/alc_mnist.py --data DIR [--epochs 3] [--epsilon 8] [--seeds 1]
 
 BN-LeNet-5 on real MNIST (54,000 private, 6,000 public images), batch clipping, public BatchNorm statistics,
-public layer norms. Every row has the same budget; only ALC differs. Prints a table and writes JSON.
+public layer norms. Every row has the same budget; only ALC differs. Prints a table and keeps every finished
+row in benchmarks/results/alc_mnist_epsilon_*.json: a second call goes on where the first one ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 import warnings
 from pathlib import Path
@@ -114,20 +116,33 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = load("mnist", args.data)
-    print(f"{'':30}{'accuracy':>9}{'epsilon':>9}{'sigma':>8}{'sigma_eff':>10}{'noise norm':>12}{'s':>6}")
-    rows = []
-    for name, (clip, alc) in ROWS.items():
-        for seed in range(args.seeds):
-            row = run(data, clip, alc, epochs=args.epochs, epsilon=args.epsilon, seed=seed)
-            rows.append({"name": name, "seed": seed, "clip": clip} | row)
+    args.out.mkdir(parents=True, exist_ok=True)
+    kept = args.out / f"alc_mnist_epsilon_{args.epsilon:g}.json"
+    settings = {"epochs": args.epochs, "epsilon": args.epsilon, "delta": DELTA, "batch_size": BATCH, "lr": LR}
+    before = json.loads(kept.read_text()) if kept.exists() else {}
+    same = before.items() >= settings.items()
+    rows: list[dict[str, Any]] = before["rows"] if same else []
+    print(
+        f"{'':30}{'seed':>5}{'accuracy':>9}{'epsilon':>9}{'sigma':>8}{'sigma_eff':>10}{'noise':>12}{'s':>6}"
+    )
+    for seed in range(args.seeds):
+        for name, (clip, alc) in ROWS.items():
+            found = [row for row in rows if (row["name"], row["seed"]) == (name, seed)]
+            if not found:
+                found = [run(data, clip, alc, epochs=args.epochs, epsilon=args.epsilon, seed=seed)]
+                rows.append({"name": name, "seed": seed, "clip": clip} | found[0])
+                kept.write_text(json.dumps({**settings, "rows": rows}, indent=2) + "\n")
+            row = found[0]
             print(
-                f"{name:30}{row['accuracy']:>9.2%}{row['epsilon']:>9.3f}{row['noise_multiplier']:>8.3f}"
+                f"{name:30}{seed:>5}{row['accuracy']:>9.2%}{row['epsilon']:>9.3f}{row['noise_multiplier']:>8.3f}"
                 f"{row['sigma_eff']:>10.4f}{row['noise_norm']:>12.3f}{row['seconds']:>6.0f}",
                 flush=True,
             )
-    args.out.mkdir(parents=True, exist_ok=True)
-    settings = {"epochs": args.epochs, "epsilon": args.epsilon, "delta": DELTA, "batch_size": BATCH, "lr": LR}
-    (args.out / "alc_mnist.json").write_text(json.dumps({**settings, "rows": rows}, indent=2) + "\n")
+    print(f"\n{'mean over seeds':30}{'accuracy':>9}{'std':>8}")
+    for name in ROWS:
+        values = [100 * row["accuracy"] for row in rows if row["name"] == name]
+        spread = statistics.stdev(values) if len(values) > 1 else math.nan
+        print(f"{name:30}{statistics.mean(values):>8.2f}%{spread:>8.2f}")
 
 
 if __name__ == "__main__":
