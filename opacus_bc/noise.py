@@ -8,7 +8,7 @@ default generator again.
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -88,17 +88,11 @@ class TorchNoise:
         if self._given is not None or flat.numel() < _LARGE:
             _add_in_pieces(flat, std, self.stream(tensor.device))
             return
-        tasks = [
-            threading.Thread(target=_add_in_pieces, args=(half, std, self.stream(tensor.device, number)))
-            for number, half in enumerate(flat.tensor_split(2))
-        ]
-        together = torch.get_num_threads() > 1
-        for task in tasks:
-            task.start()
-            if not together:
-                task.join()
-        for task in tasks:
-            task.join()
+        halves = flat.tensor_split(2)
+        streams = [self.stream(tensor.device, number) for number in range(2)]
+        with ThreadPoolExecutor(2 if torch.get_num_threads() > 1 else 1) as pool:
+            # A list asks every half for its result: a failure in a thread must not pass for noise.
+            list(pool.map(_add_in_pieces, halves, (std, std), streams))
 
 
 @torch.no_grad()

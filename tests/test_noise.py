@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from opacus_bc import noise
 from opacus_bc.noise import SecureNoise, TorchNoise, secure_generator
 
 
@@ -136,3 +137,20 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "randomgen", None)
     with pytest.raises(ImportError, match=r"opacus-bc\[secure\]"):
         secure_generator()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_noise_that_fails_in_one_thread_fails_the_release(monkeypatch, threads):
+    def failing(flat, std, generator):
+        if flat.data_ptr() != tensor.data_ptr():
+            raise MemoryError("second half")
+
+    before = torch.get_num_threads()
+    tensor = torch.zeros(2**19)
+    monkeypatch.setattr(noise, "_add_in_pieces", failing)
+    try:
+        torch.set_num_threads(threads)
+        with pytest.raises(MemoryError, match="second half"):
+            TorchNoise().add_(tensor, 1.0)
+    finally:
+        torch.set_num_threads(before)
