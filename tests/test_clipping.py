@@ -76,6 +76,12 @@ def test_a_block_without_noise_leaves_no_privacy():
     assert effective_noise_multiplier(blocks) == 0.0
 
 
+@pytest.mark.parametrize("sigma", [1e-200, 1e-320, 1e200])
+def test_extreme_noise_neither_overflows_nor_looks_safer_than_it_is(sigma):
+    blocks = [block(noise_multiplier=sigma)] * 2
+    assert effective_noise_multiplier(blocks) <= sigma / math.sqrt(2) * (1 + 1e-11)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),

@@ -51,6 +51,28 @@ def test_weights_buffers_and_random_state_are_put_back_even_after_an_error():
     assert all(p.grad is None for p in model.parameters())
 
 
+class Replacing(nn.Module):
+    """Puts a new tensor in its buffer's place instead of writing into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen = self.seen + x.mean(0)
+        return self.linear(x - self.seen)
+
+
+def test_buffers_that_a_forward_replaces_are_put_back_too():
+    model = Replacing()
+    held = model.seen
+    x, y = DATA[:16]
+    local_update(model, momentum, [lambda: cross_entropy(model, x, y)] * 2)
+    assert model.seen is held
+    assert torch.equal(held, torch.zeros(4))
+
+
 def test_momentum_does_not_travel_from_one_mini_set_to_the_next():
     model = mlp()
     x, y = DATA[:16]

@@ -488,9 +488,13 @@ def test_a_users_step_hook_does_not_replace_the_accounting():
     assert booked.steps == counter.steps == len(DRAWS)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "workers",
+    [{}, {"num_workers": 2}, {"num_workers": 2, "prefetch_factor": 8}],
+    ids=["none", "some ahead", "whole pass ahead"],
+)
 def test_prefetched_batches_of_an_older_iterator_are_not_delivered(workers):
-    _, _, loader, _ = parts(num_workers=workers)
+    _, _, loader, _ = parts(**workers)
     old = iter(loader)
     next(old)
     new = iter(loader)
