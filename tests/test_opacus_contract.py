@@ -16,6 +16,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from opacus_bc import PrivacyEngine, accounting
+from opacus_bc.stock import DrawCounter
 
 DATA = blobs(60)
 LAYERS = 4
@@ -359,3 +360,21 @@ def run_model(model):
         noise_multiplier=2.0,
         max_grad_norm=1.0,
     )
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_draws_of_an_abandoned_pass_serve_no_later_step(ahead):
+    forgotten = []
+    counter = DrawCounter(ahead=ahead, on_pass=lambda: forgotten.append(1))
+    counter.begin_pass()
+    counter.drawn()
+    counter.use()
+    counter.drawn()
+    counter.begin_pass()
+    assert len(forgotten) == 2
+    with pytest.raises(RuntimeError, match="needs a new batch"):
+        counter.use()
+    counter.drawn()
+    counter.use()
+    with pytest.raises(RuntimeError, match="needs a new batch"):
+        counter.use()
