@@ -83,6 +83,16 @@ def test_batches_have_the_same_distribution_as_opacus_poisson_sampler():
     assert stats.chi2_contingency(table).pvalue > ALARM
 
 
+def test_a_draw_comes_in_uniform_order():
+    """A function of a mini-set may depend on the order; chi-square over the six orders of three samples."""
+    draws = PoissonBins(plan(30, 10), generator(2))
+    orders = Counter(
+        tuple(np.argsort(draw)) for draw in (draws.draw()[0] for _ in range(40_000)) if len(draw) == 3
+    )
+    assert len(orders) == 6
+    assert stats.chisquare(list(orders.values())).pvalue > ALARM
+
+
 def test_a_full_rate_takes_every_sample():
     (members,) = PoissonBins(plan(10, 1), generator()).draw()
     assert sorted(members) == list(range(10))
