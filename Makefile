@@ -11,7 +11,7 @@ BENCHMARKS ?= sampling accounting alc_estimation_cost batch_norm_step_cost step_
 .PHONY: compare test test-slow lint format tutorials benchmarks venv clean
 
 compare: venv
-	$(BIN)/python -m opacus_bc.experiments.compare
+	$(BIN)/python -m opacus_bc compare
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from opacus_bc import accounting
 from opacus_bc.accounting.events import check_count, check_number, check_sigma
+from opacus_bc.experiments.compare import compare
 
 Sampling = Literal["poisson", "partition", "shuffle"]
 
@@ -295,7 +296,11 @@ def _show(facts: Mapping[str, Any], as_json: bool, title: str) -> None:
         console.print(f"Above epsilon = {MEANINGLESS:g} there is no meaningful protection.")
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"epsilon": epsilon, "calibrate": calibrate}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "epsilon": epsilon,
+    "calibrate": calibrate,
+    "compare": compare,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 
 from opacus_bc.experiments.models import MODELS, bn_lenet5, build, convnet, replace_batch_norm, resnet18
 
-SHAPES = {"bn_lenet5": (1, 32, 32), "convnet": (3, 32, 32), "resnet18": (3, 32, 32)}
+SHAPES = {"bn_lenet5": (1, 32, 32), "convnet": (3, 32, 32), "resnet18": (3, 32, 32), "smallnet": (1, 32, 32)}
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -111,7 +111,7 @@ def test_a_lone_batch_norm_layer_is_replaced_too():
     [
         (
             "lenet",
-            r"'lenet': not one of bn_lenet5, convnet, resnet18, nor of the form 'package.module:factory'",
+            r"'lenet': not one of bn_lenet5, convnet, resnet18, smallnet, nor of the form 'package.module:",
         ),
         ("no_such_package.x:make", r"cannot import module 'no_such_package.x'"),
         (":make", r"cannot import module ''"),

@@ -1,171 +1,219 @@
-"""Batch clipping against stock Opacus individual clipping on scikit-learn's digits, at one epsilon.
+"""`opacus-bc compare`: every way to keep (or lose) BatchNorm at one (epsilon, delta), in one table.
 
-    python -m opacus_bc.experiments.compare
-
-Claim under test: batch clipping trains a model with BatchNorm in place, at one ordinary backward a mini-set,
-and pays for it in noise; individual clipping pays in per-sample gradients, and has to replace BatchNorm or to
-take its statistics from public data.
+Each (budget, method, seed) is a cell; finished cells are kept in ``--out``, unfinished ones continue at their
+last epoch, and a second run of the same command only writes the report again.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import json as json_module
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-import opacus
-import torch
-from opacus.validators import ModuleValidator
-from torch import nn, optim
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from opacus_bc.experiments import measure, presets, report
+from opacus_bc.experiments.cells import Cell
+from opacus_bc.experiments.plan import Plan, Source, make_plan
+from opacus_bc.experiments.pool import Progress, run_all
+from opacus_bc.experiments.presets import Setting
+from opacus_bc.experiments.progress import Bar
+from opacus_bc.experiments.store import Store, read_json, write_json
+from opacus_bc.experiments.summary import cost_name, make_rows
+from opacus_bc.experiments.train import train
 
-from opacus_bc import PrivacyEngine
-from opacus_bc.experiments import data
-
-EPSILON, DELTA = 8.0, 1e-3
-BATCH_SIZE, EPOCHS, SEEDS = 128, 10, (0, 1, 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One row of the table."""
-
-    name: str
-    lr: float
-    max_grad_norm: float = 1.0
-    arguments: dict[str, Any] | None = None  # of make_private_with_epsilon; None trains without privacy
-    group_norm: bool = False
-    public_statistics: bool = False
-    noise_factor: str = ""
+INTERRUPTED = 130
 
 
-METHODS = (
-    Method(name="no privacy", lr=0.2, noise_factor="0"),
-    Method(name="stock Opacus IC, GroupNorm", lr=1.0, arguments={}, group_norm=True, noise_factor="1"),
-    Method(name="IC, public BatchNorm", lr=1.0, arguments={}, public_statistics=True, noise_factor="1"),
-    Method(
-        name="BC, BatchNorm kept",
-        lr=0.2,
-        max_grad_norm=0.1,
-        arguments={"clipping": "batch"},
-        public_statistics=True,
-        noise_factor=f"{2 * BATCH_SIZE}",
-    ),
-    Method(
-        name="GBC s = 8, BatchNorm kept",
-        lr=0.5,
-        max_grad_norm=0.3,
-        arguments={"clipping": "batch", "mini_batch_size": 8},
-        public_statistics=True,
-        noise_factor="16",
-    ),
-)
+def compare(
+    *,
+    dataset: str = "digits",
+    model: str | None = None,
+    epsilon: tuple[float, ...] = (8.0,),
+    delta: float | Literal["auto"] = "auto",
+    methods: tuple[str, ...] = (),
+    seeds: int = 3,
+    epochs: int | None = None,
+    tune: bool = False,
+    out: Path | None = None,
+    data: Path = Path("data"),
+    download: bool = False,
+    jobs: int | None = None,
+    costs: bool = True,
+    json: bool = False,
+) -> int:
+    """Which mode should I use, and what does it cost me? Trains every method at the same certified budget.
 
-
-def network() -> nn.Module:
-    """A small convolutional network with BatchNorm for 8 x 8 images."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * 2 * 2, 10),
+    Args:
+        dataset: digits (embedded), mnist, fashion-mnist, cifar10, or a folder of images, one subfolder a
+            class.
+        model: smallnet, bn_lenet5, convnet, resnet18, or package.module:factory of your own. Default: what
+            suits the data.
+        epsilon: the budget; several make several tables.
+        delta: the delta of the budget; auto takes the largest power of ten below 1/(private samples).
+        methods: which ones (default: all of the comparison); no-dp is always among them.
+        seeds: runs of each method.
+        epochs: passes over the private data. Default: the data set's.
+        tune: first search learning rate and clip bound of every method, with equal effort, on seed 0. This
+            tuning on private data is not accounted.
+        out: folder for results and report. Default: runs/compare-DATASET.
+        data: folder with the data set's files.
+        download: let torchvision download what is missing.
+        jobs: processes, with one thread each. Default: one for each core.
+        costs: measure time and memory relative to plain SGD.
+        json: print the report as JSON instead of a table.
+    """
+    plan = make_plan(
+        dataset=dataset, model=model, epsilon=epsilon, delta=delta, methods=methods, seeds=seeds,
+        epochs=epochs, out=out, data=data, download=download, jobs=jobs,
     )  # fmt: skip
-
-
-def digits() -> tuple[TensorDataset, ...]:
-    """Private, public and test part, at the images' own 8 x 8 pixels."""
-    found = data.load("digits")
-    return tuple(
-        TensorDataset(F.avg_pool2d(part.tensors[0], 4), part.tensors[1])
-        for part in (found.private, found.public, found.test)
-    )
-
-
-def train(method: Method, parts: tuple[TensorDataset, ...], seed: int) -> dict[str, float]:
-    """One run of one method; accuracy, seconds per epoch and what it cost."""
-    private, public, test = parts
-    torch.manual_seed(seed)
-    model = network()
-    if method.group_norm:
-        model = ModuleValidator.fix(model)
-    optimizer: optim.Optimizer = optim.SGD(model.parameters(), lr=method.lr, momentum=0.9)
-    loader: DataLoader[Any] = DataLoader(private, batch_size=BATCH_SIZE, shuffle=True)
-    forward: Callable[..., Any] = model
-    engine: opacus.PrivacyEngine | None = None
-    if method.arguments is not None:
-        engine = PrivacyEngine()
-        forward, optimizer, loader = engine.make_private_with_epsilon(
-            module=model,
-            optimizer=optimizer,
-            data_loader=loader,
-            target_epsilon=EPSILON,
-            target_delta=DELTA,
-            epochs=EPOCHS,
-            max_grad_norm=method.max_grad_norm,
-            batch_norm=DataLoader(public, batch_size=len(public)) if method.public_statistics else None,
-            **method.arguments,
+    try:
+        comparison = execute(plan, tune=tune, costs=costs)
+    except KeyboardInterrupt:
+        print(
+            f"opacus-bc: interrupted; what is finished is kept in {plan.store.root}, and the same command "
+            "continues there",
+            file=sys.stderr,
         )
-    start = time.perf_counter()
-    for _ in range(EPOCHS):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(forward(x), y)
-            torch.autograd.backward(loss)
-            optimizer.step()
-    seconds = (time.perf_counter() - start) / EPOCHS
-    model.eval()
-    with torch.no_grad():
-        x, y = test[:]
-        accuracy = float((model(x).argmax(1) == y).float().mean())
-    return {
-        "accuracy": 100 * accuracy,
-        "seconds": seconds,
-        "sigma": getattr(optimizer, "noise_multiplier", 0.0),
-        "epsilon": engine.get_epsilon(DELTA) if engine is not None else float("inf"),
+        return INTERRUPTED
+    files = report.write(comparison, plan.store.root)
+    if json:
+        print(json_module.dumps(report.as_json(comparison), indent=1, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        report.print_table(comparison, console)
+        console.print(
+            f"\nWritten: {plan.store.root / 'report.html'} and {len(files) - 1} more files beside it."
+        )
+    for name, reason in comparison.failures.items():
+        print(f"opacus-bc: {name} could not be trained: {reason}", file=sys.stderr)
+    return 1 if comparison.failures else 0
+
+
+def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
+    """Train what is missing, measure what is missing, and put the report together."""
+    found = plan.source.load()
+    settings = {
+        method.name: presets.fitted(plan.preset.setting(method), method, len(found.private))
+        for method in plan.methods
     }
-
-
-def main() -> None:
-    """Train every method with every seed and print the table."""
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
-
-    warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook")
-    torch.set_num_threads(1)  # the tensors are small: a second thread would only wait for the first
-    parts = digits()
-    cells = [(method, seed) for seed in SEEDS for method in METHODS]
-    runs: dict[str, list[dict[str, float]]] = {method.name: [] for method in METHODS}
-    for method, seed in track(cells, description="training"):
-        runs[method.name].append(train(method, parts, seed))
-
-    plain = statistics.median(run["seconds"] for run in runs[METHODS[0].name])
-    table = Table(title=f"digits, {len(parts[0])} private images, {EPOCHS} epochs, {len(SEEDS)} seeds")
-    for column in ("method", "test accuracy", "epsilon", "sigma", "noise on the update", "epoch time"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for method in METHODS:
-        found = runs[method.name]
-        accuracies = [run["accuracy"] for run in found]
-        ratio = statistics.median(run["seconds"] for run in found) / plain
-        table.add_row(
-            method.name,
-            f"{statistics.mean(accuracies):.1f} ± {statistics.stdev(accuracies):.1f} %",
-            f"{max(run['epsilon'] for run in found):.3f}",
-            f"{found[0]['sigma']:.2f}",
-            f"{method.noise_factor} x",
-            f"{ratio:.2f} x",
-        )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"Epsilon is a certified upper bound at delta = {DELTA}, add/remove-one adjacency, Poisson sampling. "
-        "'noise on the update' compares at equal clip bound and sigma. Running statistics come from "
-        f"{len(parts[1])} public images. Step sizes and bounds were set by hand, on these data."
+    chosen = {(method.name, budget): settings[method.name] for method, budget in plan.rows()}
+    failures: dict[str, str] = {}
+    if tune:
+        trials = {
+            (method.name, budget): [
+                plan.cell(method, budget, setting, 0)
+                for setting in presets.candidates(settings[method.name], method)
+            ]
+            for method, budget in plan.rows()
+        }
+        results = _run(plan, [cell for cells in trials.values() for cell in cells], "tuning", failures)
+        for which, cells in trials.items():
+            done = [cell for cell in cells if cell in results]
+            if done:
+                best = max(done, key=lambda cell: results[cell]["public_accuracy"])
+                chosen[which] = Setting(batch_size=best.batch_size, lr=best.lr, clip=best.clip)
+    table = [
+        [plan.cell(method, budget, chosen[method.name, budget], seed) for seed in range(plan.seeds)]
+        for method, budget in plan.rows()
+    ]
+    # Seeds outermost: an interrupted comparison has every method before it has every seed.
+    results = _run(plan, [cells[seed] for seed in range(plan.seeds) for cells in table], "training", failures)
+    finished = [results[cell] for cells in table for cell in cells if cell in results]
+    if not finished:
+        raise ValueError("no method could be trained: " + "; ".join(f"{k}: {v}" for k, v in failures.items()))
+    measured = _measure(plan, table, results) if costs else {}
+    return report.Comparison(
+        facts={
+            "dataset": Path(plan.source.dataset).name,
+            "model": plan.model,
+            "private_size": len(found.private),
+            "public_size": len(found.public),
+            "test_size": len(found.test),
+            "epochs": plan.epochs,
+            "seeds": plan.seeds,
+            "epsilon": list(plan.budgets),
+            "delta": plan.delta,
+            "optimizer": "SGD with momentum 0.9, constant learning rate, no augmentation",
+            "sampling": "Poisson, unless the adjacency column says otherwise",
+        },
+        rows=make_rows(finished, measured),
+        tuned=tune,
+        failures=failures,
     )
 
 
-if __name__ == "__main__":
-    main()
+def _run(
+    plan: Plan, cells: Iterable[Cell], what: str, failures: dict[str, str]
+) -> dict[Cell, dict[str, Any]]:
+    """Results of all cells that can be trained; those that are kept are not trained again."""
+    results: dict[Cell, dict[str, Any]] = {}
+    missing: list[Cell] = []
+    for cell in dict.fromkeys(cells):
+        kept = read_json(plan.store.cell(cell))
+        if kept is None:
+            missing.append(cell)
+        else:
+            results[cell] = kept
+    work = partial(run_cell, root=plan.store.root, source=plan.source)
+    with Bar(what, [cell.epochs for cell in missing], kept=len(results)) as bar:
+        for index, result in run_all(work, missing, jobs=plan.jobs, on_progress=bar.report):
+            cell = missing[index]
+            if isinstance(result, Exception):
+                failures[cell.method.title] = f"{type(result).__name__}: {result}".splitlines()[0]
+            else:
+                results[cell] = result
+            bar.finished(f"{cell.method.title}, seed {cell.seed}", result)
+    return results
+
+
+def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> dict[str, Any]:
+    """Train a cell from where it stands and keep its result."""
+    store = Store(root)
+    checkpoint = store.checkpoint(cell)
+    result = train(cell, source.load(), checkpoint=checkpoint, on_epoch=on_epoch)
+    write_json(store.cell(cell), result)
+    checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def _measure(
+    plan: Plan, table: Sequence[Sequence[Cell]], results: dict[Cell, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Time and memory of every row, each kept once it is known."""
+    firsts = [next((cell for cell in cells if cell in results), None) for cells in table]
+    known = {cell: _costing(cell) for cell in firsts if cell is not None}
+    baseline = next((cost for cost in known.values() if not cost.method.private), None)
+    if baseline is None:
+        return {}
+    missing = [cost for cost in dict.fromkeys(known.values()) if read_json(plan.store.cost(cost)) is None]
+    if missing:
+        with Bar("measuring", [1] * len(missing) + [1]) as bar:
+            wanted = list(dict.fromkeys([baseline, *missing]))
+            memory = dict(zip(wanted, measure.peaks(wanted, plan.source.load), strict=True))
+            bar.report(len(missing), 1)
+            work = partial(time_cell, baseline=baseline, source=plan.source)
+            for index, times in run_all(work, missing, jobs=plan.jobs, on_progress=bar.report):
+                if isinstance(times, Exception):
+                    continue
+                own, plain = memory[missing[index]], memory[baseline]
+                ratio = own / plain if own and plain else None
+                write_json(plan.store.cost(missing[index]), {**times, "memory": ratio, "peak_mib": own})
+    found = {cell: read_json(plan.store.cost(cost)) or {} for cell, cost in known.items()}
+    return {cost_name(cell.epsilon, cell.method.name): cost for cell, cost in found.items()}
+
+
+def _costing(cell: Cell) -> Cell:
+    """The same cell with any noise given: a calibration must not be measured, and no noise costs more."""
+    return replace(cell, epsilon=None, noise_multiplier=1.0 if cell.method.private else None, seed=0)
+
+
+def time_cell(cell: Cell, on_progress: Progress, *, baseline: Cell, source: Source) -> dict[str, float]:
+    """Time of a cell relative to the baseline's."""
+    found = measure.time_ratio(cell, baseline, source.load())
+    on_progress(1)
+    return found

@@ -1,4 +1,5 @@
-"""The paper's three networks, each with BatchNorm, with GroupNorm in its place, or without normalisation.
+"""The paper's three networks, each with BatchNorm, with GroupNorm in its place, or without normalisation,
+and a small one for quick answers.
 
 =============  ==========================================  ==================  =================
 name           what it is                                  input               with BatchNorm
@@ -6,6 +7,7 @@ name           what it is                                  input               w
 ``bn_lenet5``  LeNet-5 with a norm after each convolution  1 × 32 × 32         8 layers, 16 tensors
 ``convnet``    four convolution blocks, one linear layer   3 × ≥8 × ≥8         9 layers, 18 tensors
 ``resnet18``   ResNet-18 with the 3×3 stem for CIFAR       3 × ≥8 × ≥8         41 layers, 62 tensors
+``smallnet``   two convolution blocks on a quarter size    1 × ≥16 × ≥16       5 layers, 10 tensors
 =============  ==========================================  ==================  =================
 
 "Layers" are modules with parameters, "tensors" their parameters. No operation works in place, so Opacus's
@@ -124,6 +126,26 @@ def convnet(
     return nn.Sequential(OrderedDict(layers))
 
 
+def smallnet(norm: Norm = "batch", *, in_channels: int = 1, num_classes: int = 10) -> nn.Module:
+    """Two small convolution blocks on images of a quarter of the size: seconds an epoch become tenths.
+
+    Digits have 8 × 8 pixels of their own and come enlarged four times, so the first pooling loses nothing.
+
+    Args:
+        norm: What stands in the place of BatchNorm.
+        in_channels: Channels of the images, of any size from 16 × 16.
+        num_classes: Number of outputs.
+    """
+    _checked("norm", norm, Norm)
+    layers: list[tuple[str, nn.Module]] = [("shrink", nn.AvgPool2d(4))]
+    for stage, (fan_in, fan_out) in enumerate([(in_channels, 16), (16, 32)], start=1):
+        conv = nn.Conv2d(fan_in, fan_out, 3, padding=1)
+        pool = nn.MaxPool2d(2) if stage == 1 else nn.AdaptiveMaxPool2d(2)
+        layers += _block(stage, conv, norm=norm, activation="relu", order="conv-norm-act", pool=pool)
+    layers += [("flatten", nn.Flatten()), ("fc", nn.Linear(32 * 2 * 2, num_classes))]
+    return nn.Sequential(OrderedDict(layers))
+
+
 class _BasicBlock(nn.Module):
     """Two 3×3 convolutions and a shortcut, which is a 1×1 convolution where the shape changes."""
 
@@ -175,7 +197,7 @@ def resnet18(norm: Norm = "batch", *, in_channels: int = 3, num_classes: int = 1
 
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
-    {"bn_lenet5": bn_lenet5, "convnet": convnet, "resnet18": resnet18}
+    {"bn_lenet5": bn_lenet5, "convnet": convnet, "resnet18": resnet18, "smallnet": smallnet}
 )
 
 
@@ -201,7 +223,12 @@ def replace_batch_norm(model: nn.Module, norm: Norm) -> nn.Module:
     return model
 
 
-def _factory(name: str) -> Callable[..., nn.Module]:
+def find_factory(name: str) -> Callable[..., nn.Module]:
+    """What a name of `MODELS` or ``"package.module:factory"`` stands for.
+
+    Raises:
+        ValueError: The name is unknown or cannot be imported.
+    """
     if name in MODELS:
         return MODELS[name]
     known = ", ".join(MODELS)
@@ -247,7 +274,7 @@ def build(
         'GroupNorm'
     """
     _checked("norm", norm, Norm)
-    factory = _factory(model) if isinstance(model, str) else model
+    factory = find_factory(model) if isinstance(model, str) else model
     wanted: dict[str, object] = {"norm": norm, "in_channels": in_channels, "num_classes": num_classes}
     try:
         named = inspect.signature(factory).parameters

@@ -1,0 +1,61 @@
+"""What a training run depends on: one frozen description, from which its name and its result follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from opacus_bc.experiments.methods import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Everything that a run's result depends on, besides the data.
+
+    Attributes:
+        method: What is clipped and what happens to BatchNorm.
+        dataset: Name of the data set.
+        model: A name for `opacus_bc.experiments.models.build`.
+        epsilon: Budget for which the noise is calibrated; None with ``noise_multiplier``, and without
+            privacy.
+        noise_multiplier: Instead of a budget: the noise itself.
+        delta: The delta of (epsilon, delta)-DP.
+        epochs: Passes over the private data.
+        batch_size: Expected samples in a step.
+        lr: Learning rate.
+        clip: The clip bound C.
+        seed: Of weights, batches, noise and augmentation.
+        optimizer: ``"sgd"`` (with ``momentum``) or ``"adam"``.
+        momentum: Of SGD.
+        weight_decay: Of the optimizer.
+        lr_decay: Factor on the learning rate after each epoch.
+        clip_decay: Factor on the clip bound after each epoch (Opacus's ``ExponentialGradClip``).
+        augment: Whether the paper's random crops and flips are applied.
+    """
+
+    method: Method
+    dataset: str
+    model: str
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float
+    epochs: int
+    batch_size: int
+    lr: float
+    clip: float
+    seed: int
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    lr_decay: float = 1.0
+    clip_decay: float = 1.0
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        given = (self.epsilon is not None) + (self.noise_multiplier is not None)
+        if given != int(self.method.private):
+            wanted = "exactly one of epsilon and noise_multiplier" if self.method.private else "neither"
+            raise ValueError(
+                f"method {self.method.name!r} takes {wanted}, got epsilon={self.epsilon!r} and "
+                f"noise_multiplier={self.noise_multiplier!r}"
+            )

@@ -1,0 +1,260 @@
+"""The report's pictures, drawn from rows; nothing is computed here but means and epsilons along the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opacus_bc.accounting import FDPAccountant
+from opacus_bc.experiments.summary import Row
+
+DPI = 130
+_PANELS = (("individual clipping", "individual"), ("batch clipping", "batch"), ("mini-sets", "mini-sets"))
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f3c8d", "#444444")
+_DASHES = ("-", "--", "-.", ":")
+
+
+def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
+    """Draw every picture that the rows have numbers for; returns title -> file."""
+    pictures: list[tuple[str, str, Callable[[Sequence[Row]], Any]]] = [
+        ("Accuracy over epochs", "accuracy_epochs.png", over_epochs),
+        ("Accuracy against ε", "accuracy_epsilon.png", against_epsilon),
+        ("Accuracy against cost", "accuracy_cost.png", against_cost),
+        ("Trade-off curves", "tradeoff.png", tradeoff_curves),
+        ("Noise-to-signal ratio by layer", "noise_to_signal.png", noise_by_layer),
+    ]
+    drawn = {}
+    for title, name, draw in pictures:
+        figure = draw(rows)
+        if figure is not None:
+            figure.savefig(folder / name, dpi=DPI)
+            drawn[title] = folder / name
+    return drawn
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _budgets(rows: Sequence[Row]) -> list[float]:
+    return sorted({row.budget for row in rows if row.budget is not None})
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _DASHES[index // len(_COLOURS) % 4]}
+
+
+def _tidy(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
+def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    found = [(title, [row for row in rows if row.family == family]) for title, family in _PANELS]
+    return [(title, members) for title, members in found if members]
+
+
+def over_epochs(rows: Sequence[Row]) -> Any:
+    """Mean and spread over seeds after each epoch; one column a family, one line of panels a budget."""
+    panels, budgets = _panels(rows), _budgets(rows)
+    if not panels:
+        return None
+    figure = _figure(4.3 * len(panels), 3.7 * len(budgets))
+    axes = figure.subplots(len(budgets), len(panels), squeeze=False, sharex=True, sharey=True)
+    plain = next((row for row in rows if not row.private), None)
+    for line, budget in enumerate(budgets):
+        for column, (title, members) in enumerate(panels):
+            at = axes[line][column]
+            if plain is not None:
+                _curve(at, plain, {"color": "0.55", "linestyle": "--"})
+            for index, row in enumerate(row for row in members if row.budget == budget):
+                _curve(at, row, _style(index))
+            at.set_title(f"{title}, ε = {budget:g}", fontsize="medium")
+            at.legend(fontsize="x-small", framealpha=0.7)
+            _tidy(at)
+        axes[line][0].set_ylabel("test accuracy, %")
+    for at in axes[-1]:
+        at.set_xlabel("epoch")
+        at.xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _curve(axes: Any, row: Row, style: dict[str, Any]) -> None:
+    values = np.array(row.curves)
+    epochs = np.arange(1, values.shape[1] + 1)
+    mean = values.mean(axis=0)
+    axes.plot(epochs, mean, label=row.title, linewidth=1.6, **style)
+    if row.seeds > 1:
+        deviation = values.std(axis=0, ddof=1)
+        axes.fill_between(epochs, mean - deviation, mean + deviation, color=style["color"], alpha=0.13, lw=0)
+
+
+@lru_cache(maxsize=4096)
+def spent(history: tuple[tuple[Any, ...], ...], delta: float, epoch: int, epochs: int) -> float:
+    """Certified epsilon after some of a run's epochs.
+
+    Shuffling has an entry a pass; of other entries the steps count in proportion, rounded up.
+    """
+    accountant = FDPAccountant()
+    passes = [entry for entry in history if entry[3:] == ("shuffle",)]
+    accountant.history = passes[:epoch] or [
+        (sigma, rate, math.ceil(steps * epoch / epochs), *kind) for sigma, rate, steps, *kind in history
+    ]
+    return float(accountant.get_epsilon(delta))
+
+
+def against_epsilon(rows: Sequence[Row]) -> Any:
+    """Accuracy against the epsilon spent so far, and the final one against each budget."""
+    panels = _panels(rows)
+    if not panels:
+        return None
+    figure = _figure(4.3 * len(panels), 3.7)
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for at, (title, members) in zip(axes, panels, strict=True):
+        for index, name in enumerate(dict.fromkeys(row.name for row in members)):
+            style = _style(index)
+            runs = [row for row in members if row.name == name and row.epsilon is not None]
+            for row in runs:
+                curve = np.array(row.curves).mean(axis=0)
+                total = len(curve)
+                along = [spent(row.history, row.delta, epoch, total) for epoch in range(1, total + 1)]
+                at.plot(along, curve, linewidth=1.0, alpha=0.55, **style)
+            ends = [row.epsilon for row in runs]
+            at.errorbar(
+                ends,
+                [row.mean for row in runs],
+                yerr=[row.spread or 0.0 for row in runs],
+                marker="o",
+                markersize=4,
+                capsize=2,
+                linewidth=1.6,
+                label=runs[0].title if runs else name,
+                **style,
+            )
+        at.set_xscale("log")
+        at.set_title(title, fontsize="medium")
+        at.set_xlabel("ε spent (certified), δ fixed")
+        at.xaxis.set_major_formatter(_plain_numbers())
+        at.xaxis.set_minor_formatter(_plain_numbers())
+        at.tick_params(axis="x", which="minor", labelsize="x-small")
+        at.legend(fontsize="x-small", framealpha=0.7)
+        _tidy(at)
+    axes[0].set_ylabel("test accuracy, %")
+    return figure
+
+
+def _plain_numbers() -> Any:
+    from matplotlib.ticker import FuncFormatter
+
+    def text(value: float, _position: int | None) -> str:
+        first = value / 10 ** math.floor(math.log10(value)) if value > 0 else 0.0
+        return f"{value:g}" if round(first, 6) in (1, 2, 5) else ""
+
+    return FuncFormatter(text)
+
+
+def against_cost(rows: Sequence[Row]) -> Any:
+    """Final accuracy against time per epoch; the area of a point is its peak memory."""
+    shown = [row for row in rows if row.time is not None]
+    budgets = _budgets(shown)
+    if not budgets:
+        return None
+    figure = _figure(5.6 * len(budgets), 4.4)
+    axes = figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0]
+    colours = {family: _COLOURS[index] for index, (_, family) in enumerate(_PANELS)} | {"plain": "0.4"}
+    for at, budget in zip(axes, budgets, strict=True):
+        for row in shown:
+            if row.budget in (None, budget):
+                at.scatter(
+                    row.time, row.mean, s=45 * (row.memory or 1.0), color=colours[row.family], alpha=0.55
+                )
+                at.annotate(
+                    row.title,
+                    (row.time, row.mean),
+                    fontsize="x-small",
+                    xytext=(6, 3),
+                    textcoords="offset points",
+                )
+        at.margins(x=0.25, y=0.12)
+        at.set_title(f"ε = {budget:g}; area: peak memory", fontsize="medium")
+        at.set_xlabel("time per epoch, plain SGD = 1")
+        _tidy(at)
+    axes[0].set_ylabel("test accuracy, %")
+    return figure
+
+
+def tradeoff_curves(rows: Sequence[Row]) -> Any:
+    """What a membership test can achieve: one curve for methods with the same mechanism."""
+    mechanisms: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.epsilon is not None:
+            coarse = tuple((float(f"{entry[0]:.3g}"), *entry[1:]) for entry in row.history)
+            mechanisms.setdefault((row.budget, coarse), []).append(row)
+    if not mechanisms:
+        return None
+    figure = _figure(7.6, 4.4)
+    at = figure.add_subplot()
+    alpha = np.linspace(0, 1, 1001)
+    at.plot(alpha, 1 - alpha, color="0.6", linestyle="--", linewidth=1.0, label="perfect privacy")
+    for index, members in enumerate(mechanisms.values()):
+        accountant = FDPAccountant()
+        accountant.history = list(members[0].history)
+        names = ", ".join(row.name for row in members)
+        label = f"ε = {members[0].budget:g}, m = {members[0].batch_size}: {_wrapped(names)}"
+        at.plot(alpha, accountant.get_tradeoff()(alpha), label=label, **_style(index))
+    at.set(xlabel="false positive rate α", ylabel="false negative rate", xlim=(0, 1), ylim=(0, 1))
+    at.set_aspect("equal")
+    at.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    _tidy(at)
+    return figure
+
+
+def _wrapped(text: str, width: int = 34) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, width))
+
+
+def noise_by_layer(rows: Sequence[Row]) -> Any:
+    """A table of colours: how often the update's noise exceeds its signal, layer by layer."""
+    from matplotlib.colors import LogNorm
+
+    shown = [row for row in rows if row.layers]
+    if not shown:
+        return None
+    layers = list(dict.fromkeys(layer["layer"] for row in shown for layer in row.layers))
+    table = np.full((len(shown), len(layers)), np.nan)
+    for i, row in enumerate(shown):
+        for layer in row.layers:
+            if layer["noise_to_signal"] is not None:
+                table[i, layers.index(layer["layer"])] = layer["noise_to_signal"]
+    finite = table[np.isfinite(table) & (table > 0)]
+    if not len(finite):
+        return None
+    figure = _figure(2.6 + 0.62 * len(layers), 1.3 + 0.3 * len(shown))
+    at = figure.add_subplot()
+    low, high = min(1.0, float(finite.min())), max(2.0, float(finite.max()))
+    image = at.imshow(table, norm=LogNorm(low, high), cmap="YlOrRd", aspect="auto")
+    several = len(_budgets(shown)) > 1
+    at.set_xticks(range(len(layers)), layers, rotation=40, ha="right", fontsize="small")
+    at.set_yticks(
+        range(len(shown)),
+        [row.title + (f", ε = {row.budget:g}" if several else "") for row in shown],
+        fontsize="small",
+    )
+    if len(layers) <= 24:
+        for i, j in np.argwhere(np.isfinite(table)):
+            colour = "white" if table[i, j] > 3 * math.sqrt(low * high) else "black"
+            at.text(j, i, f"{table[i, j]:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
+    figure.colorbar(image, ax=at, label="noise / signal of an update", shrink=0.9)
+    return figure

@@ -1,0 +1,207 @@
+"""A cell made ready to train: model, private optimizer, loader and streams of randomness, and their state."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.schedulers import ExponentialGradClip
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from opacus_bc import ALC, BatchMemoryManager, PrivacyEngine, PublicStatistics
+from opacus_bc.experiments.cells import Cell
+from opacus_bc.experiments.data import Data, augment
+from opacus_bc.experiments.models import build
+
+PUBLIC_BATCH = 256
+# Individual clipping holds a gradient for every sample at once: larger batches come in chunks of this many
+# floats (600 MB).
+PER_SAMPLE_FLOATS = 150_000_000
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A cell made ready to train: what the loop needs, and what reports on it."""
+
+    cell: Cell
+    data: Data
+    model: nn.Module  # the plain module
+    forward: Callable[[Tensor], Tensor]
+    optimizer: Any
+    plain_optimizer: optim.Optimizer
+    loader: DataLoader[Any]
+    engine: PrivacyEngine | None
+    streams: dict[str, torch.Generator]  # "sampling", "noise", "augmentation"
+    lr_schedule: optim.lr_scheduler.LRScheduler
+    clip_schedule: Any
+
+    def reseed(self, epoch: int) -> None:
+        """Make an epoch's randomness a function of (seed, epoch)."""
+        children = np.random.SeedSequence([self.cell.seed, epoch]).spawn(len(self.streams) + 2)
+        seeds = [int(child.generate_state(1, np.uint64)[0] >> np.uint64(1)) for child in children]
+        for stream, seed in zip(self.streams.values(), seeds, strict=False):
+            stream.manual_seed(seed)
+        torch.manual_seed(seeds[-2])  # dropout and the like
+        draws = getattr(self.loader, "draws", None)
+        if draws is not None:  # batch clipping draws from a numpy generator of its own
+            draws.generator.bit_generator.state = np.random.Philox(seeds[-1]).state
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One pass over the private data, in physical batches."""
+        limit = max(1, PER_SAMPLE_FLOATS // sum(p.numel() for p in self.model.parameters()))
+        individual = self.cell.method.family == "individual"
+        with contextlib.ExitStack() as stack:
+            loader: DataLoader[Any] = self.loader
+            if individual and limit < 2 * self.cell.batch_size:  # Poisson batches vary
+                loader = stack.enter_context(
+                    BatchMemoryManager(
+                        data_loader=self.loader, max_physical_batch_size=limit, optimizer=self.optimizer
+                    )
+                )
+            for x, y in loader:
+                if self.cell.augment and len(x):
+                    x = augment(
+                        x,
+                        generator=self.streams["augmentation"],
+                        padding=self.data.crop_padding,
+                        fill=self.data.black,
+                    )
+                yield x, y
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """The usual four lines."""
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.forward(x), y)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs at the end of an epoch."""
+        adaptive, keeper = _adaptive(self.optimizer), _constants(self.engine)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.plain_optimizer.state_dict(),
+            "accountant": None if self.engine is None else self.engine.accountant.state_dict(),
+            "alc": None if adaptive is None else adaptive.state_dict(),
+            "public_batches": None if keeper is None else (keeper.steps, keeper.refreshes),
+            "clip": getattr(self.optimizer, "max_grad_norm", None),
+            "lr_schedule": self.lr_schedule.state_dict(),
+            "clip_schedule": None if self.clip_schedule is None else self.clip_schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.model.load_state_dict(state["model"])
+        self.plain_optimizer.load_state_dict(state["optimizer"])
+        self.lr_schedule.load_state_dict(state["lr_schedule"])
+        if self.engine is None:
+            return
+        self.engine.accountant.load_state_dict(state["accountant"])
+        self.optimizer.max_grad_norm = state["clip"]
+        adaptive, keeper = _adaptive(self.optimizer), _constants(self.engine)
+        if adaptive is not None:
+            adaptive.load_state_dict(state["alc"])
+        if keeper is not None:  # the constants of the last refresh, at the weights that were just loaded
+            keeper.steps, keeper.refreshes = state["public_batches"][0], state["public_batches"][1] - 1
+            keeper.refresh_constants()
+        if self.clip_schedule is not None:
+            self.clip_schedule.load_state_dict(state["clip_schedule"])
+
+
+def _adaptive(optimizer: Any) -> Any:
+    return getattr(optimizer, "adaptive", None)
+
+
+def _constants(engine: PrivacyEngine | None) -> Any:
+    """What gives individual clipping its public BatchNorm constants, if anything does."""
+    if engine is None:
+        return None
+    keeper = engine._runs[-1].policy.keeper
+    return keeper if hasattr(keeper, "refresh_constants") else None
+
+
+def prepare(cell: Cell, data: Data) -> Training:
+    """Build the model and make it private as the cell says."""
+    torch.manual_seed(cell.seed)
+    method = cell.method
+    model = build(cell.model, in_channels=data.in_channels, num_classes=data.num_classes)
+    if method.group_norm:
+        model = ModuleValidator.fix(model)
+    plain = _optimizer(cell, model)
+    streams = {name: torch.Generator() for name in ("sampling", "noise", "augmentation")}
+    for number, stream in enumerate(streams.values()):
+        stream.manual_seed(cell.seed * len(streams) + number)
+    loader: DataLoader[Any] = DataLoader(
+        data.private, batch_size=cell.batch_size, shuffle=True, generator=streams["sampling"]
+    )
+    forward: Any = model
+    optimizer: Any = plain
+    engine: PrivacyEngine | None = None
+    if method.private:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            engine = PrivacyEngine()
+        forward, optimizer, loader = _make_private(engine, cell, data, model, plain, loader, streams["noise"])
+    return Training(
+        cell=cell,
+        data=data,
+        model=model,
+        forward=forward,
+        optimizer=optimizer,
+        plain_optimizer=plain,
+        loader=loader,
+        engine=engine,
+        streams=streams,
+        lr_schedule=optim.lr_scheduler.ExponentialLR(plain, cell.lr_decay),
+        clip_schedule=ExponentialGradClip(optimizer, gamma=cell.clip_decay)
+        if method.private and cell.clip_decay != 1.0
+        else None,
+    )
+
+
+def _optimizer(cell: Cell, model: nn.Module) -> optim.Optimizer:
+    if cell.optimizer == "adam":
+        return optim.Adam(model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay)
+    return optim.SGD(model.parameters(), lr=cell.lr, momentum=cell.momentum, weight_decay=cell.weight_decay)
+
+
+def _make_private(
+    engine: PrivacyEngine,
+    cell: Cell,
+    data: Data,
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    loader: DataLoader[Any],
+    noise: torch.Generator,
+) -> tuple[Any, ...]:
+    method = cell.method
+    public = DataLoader(data.public, batch_size=min(PUBLIC_BATCH, len(data.public)))
+    policy: Any = method.batch_norm
+    if policy == "public":
+        policy = PublicStatistics(loader=public, differentiate=method.differentiate)
+    arguments: dict[str, Any] = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": loader,
+        "max_grad_norm": cell.clip,
+        "clipping": method.clipping,
+        "mini_batch_size": method.mini_set,
+        "alc": None if method.alc is None else ALC(public, **asdict(method.alc)),
+        "batch_norm": policy,
+        "sampling": method.sampling,
+        "noise_generator": noise,
+    }
+    if cell.noise_multiplier is not None:
+        return engine.make_private(**arguments, noise_multiplier=cell.noise_multiplier)
+    assert cell.epsilon is not None  # Cell has seen to it
+    return engine.make_private_with_epsilon(
+        **arguments, target_epsilon=cell.epsilon, target_delta=cell.delta, epochs=cell.epochs
+    )

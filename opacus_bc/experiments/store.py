@@ -1,0 +1,105 @@
+"""Kept results: one small JSON file a cell, named by a hash of everything the result depends on.
+
+Files appear whole or not at all (written beside, then renamed), so a run may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1  # raised when old results can no longer be read or compared
+
+
+def key(config: Any) -> str:
+    """A name for a frozen dataclass: equal configurations have equal keys, others do not.
+
+    >>> from opacus_bc.experiments.presets import Setting
+    >>> key(Setting(batch_size=8, lr=0.1)) == key(Setting(batch_size=8, lr=0.1, clip=1.0))
+    True
+    """
+    text = json.dumps({"format": FORMAT, type(config).__name__: asdict(config)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that is complete or absent, whatever happens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically; NaN and infinities are refused because JSON has none."""
+    write_atomically(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """The content of a kept file, or None if there is none or it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def write_checkpoint(path: Path, state: Any) -> None:
+    """Write tensors and plain values atomically."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def read_checkpoint(path: Path) -> Any:
+    """What `write_checkpoint` wrote, or None; nothing but tensors and plain values is ever unpickled."""
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception:  # a damaged file fails in any way it likes: the cell starts again
+        return None
+
+
+class Store:
+    """A folder of results.
+
+    Attributes:
+        root: Where tables and pictures go.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def check_writable(self) -> None:
+        """Fail now rather than after hours of training.
+
+        Raises:
+            ValueError: The folder cannot be made, or nothing can be written into it.
+        """
+        try:
+            write_atomically(self.root / ".writable", b"")
+            (self.root / ".writable").unlink()
+        except OSError as error:
+            raise ValueError(f"--out {self.root}: cannot write there ({error.strerror or error})") from error
+
+    def cell(self, config: Any) -> Path:
+        """Where the result of a cell is kept."""
+        return self.root / "cells" / f"{key(config)}.json"
+
+    def checkpoint(self, config: Any) -> Path:
+        """Where an unfinished cell stands."""
+        return self.root / "cells" / f"{key(config)}.pt"
+
+    def cost(self, config: Any) -> Path:
+        """Where the measured cost of a method is kept."""
+        return self.root / "costs" / f"{key(config)}.json"
