@@ -6,6 +6,9 @@ its return value the exit code. A ValueError becomes one line on standard error 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json as json_module
 import math
 import sys
@@ -17,6 +20,7 @@ from typing import Any, Literal
 
 from opacus_bc import accounting
 from opacus_bc.accounting.events import check_count, check_number, check_sigma
+from opacus_bc.audit.command import audit
 from opacus_bc.experiments.compare import compare
 
 Sampling = Literal["poisson", "partition", "shuffle"]
@@ -300,7 +304,30 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "epsilon": epsilon,
     "calibrate": calibrate,
     "compare": compare,
+    "audit": audit,
 }
+
+
+def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """The command with the same options, which does nothing yet but remember them."""
+
+    @functools.wraps(command)
+    def remember(*args: Any, **kwargs: Any) -> Callable[[], int]:
+        return functools.partial(command, *args, **kwargs)
+
+    return remember
+
+
+def _in_one_line(box: str) -> str:
+    """What tyro says first inside its frame of several lines."""
+    said: list[str] = []
+    for line in box.splitlines()[1:]:
+        text = line.strip("│╭╮╰╯─| ")
+        if text:
+            said.append(text)
+        elif said and not said[-1].endswith(":"):
+            break
+    return " ".join(said).rstrip(".") or "these options make no sense"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,16 +338,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         print(EXTRA, file=sys.stderr)
         return 2
+    said = io.StringIO()
     try:
-        return int(
-            tyro.extras.subcommand_cli_from_dict(
-                COMMANDS,
+        with contextlib.redirect_stderr(said):
+            command = tyro.extras.subcommand_cli_from_dict(
+                {name: _later(function) for name, function in COMMANDS.items()},
                 prog="opacus-bc",
-                description="Batch clipping for Opacus: accounting.",
+                description="Batch clipping for Opacus: accounting, comparison, audits.",
                 args=arguments,
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
-        )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        print(f"opacus-bc: {_in_one_line(said.getvalue())}. --help lists what there is.", file=sys.stderr)
+        return 2
+    try:
+        return int(command())
     except (ValueError, OSError, ImportError) as error:
         print(f"opacus-bc: {error}", file=sys.stderr)
         return 2
