@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opacus_bc.experiments.data import augment, load
+from opacus_bc.experiments.data import augment, deskew, load
 
 
 def idx(path, array):
@@ -152,3 +152,28 @@ def test_augmentation_is_a_function_of_the_generator_alone():
     assert torch.equal(augment(x, padding=0, flip=False, generator=torch.Generator()), x)
     with pytest.raises(ValueError, match="need images"):
         augment(x[0], generator=torch.Generator())
+
+
+def slanted(tilt: float, size: int = 32) -> torch.Tensor:
+    """A thick stroke through the middle that moves ``tilt`` pixels sideways for each pixel downwards."""
+    y, x = torch.meshgrid(torch.arange(size).float(), torch.arange(size).float(), indexing="ij")
+    ink = ((x - 16 - tilt * (y - 16)).abs() < 3) & ((y - 16).abs() < 10)
+    return ink.float()[None, None]
+
+
+@pytest.mark.parametrize("tilt", [-0.5, 0.3])
+def test_deskewing_straightens_a_slanted_stroke(tilt: float) -> None:
+    straight = deskew(slanted(tilt))
+    assert (straight - slanted(0.0)).abs().mean() < 0.4 * (slanted(tilt) - slanted(0.0)).abs().mean()
+
+
+def test_deskewing_looks_at_one_image_at_a_time() -> None:
+    torch.manual_seed(0)
+    images = torch.rand(6, 1, 32, 32)
+    images[4] = 0
+    together = deskew(images)
+    assert torch.isfinite(together).all()
+    for i in range(6):
+        assert torch.allclose(together[i], deskew(images[i : i + 1])[0], atol=1e-6)
+    with pytest.raises(ValueError, match="need square images"):
+        deskew(torch.rand(2, 3, 32, 32))
