@@ -120,7 +120,8 @@ def print_table(results: Sequence[AuditResult], width: int | None) -> None:
 
 def empirical_curve(scores: Scores) -> tuple[Any, Any]:
     """False positive and false negative rates of all thresholds (point estimates, for the picture)."""
-    levels = np.unique(np.quantile(np.concatenate([scores.present, scores.absent]), np.linspace(0, 1, 500)))
+    both = np.concatenate([scores.present, scores.absent])
+    levels = np.unique(np.concatenate([[-np.inf, np.inf], np.quantile(both, np.linspace(0, 1, 500))]))
     present, absent = np.sort(scores.present), np.sort(scores.absent)
     false_negative = np.searchsorted(present, levels, side="left") / len(present)
     false_positive = 1 - np.searchsorted(absent, levels, side="left") / len(absent)
@@ -139,8 +140,12 @@ def plot(results: Sequence[AuditResult], path: Path) -> None:
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'opacus-bc[experiments]'") from error
     shown = [result for result in results if result.scores is not None and result.curve is not None]
-    drawing = Figure(figsize=(8.5, 2.6 * max(1, len(shown))), layout="constrained")
+    rows = max(1, len(shown))
+    drawing = Figure(figsize=(9, 3 * rows))
     FigureCanvasAgg(drawing)
+    drawing.subplots_adjust(
+        left=0.05, right=0.98, top=1 - 0.3 / (3 * rows), bottom=0.5 / (3 * rows), hspace=0.45, wspace=0.18
+    )
     alpha = np.linspace(0, 1, 501)
     for place, result in enumerate(shown):
         left = drawing.add_subplot(len(shown), 2, 2 * place + 1)
@@ -162,4 +167,4 @@ def plot(results: Sequence[AuditResult], path: Path) -> None:
         right.set(xlabel="false positive rate", ylabel="false negative rate", xlim=(0, 1), ylim=(0, 1))
         right.set_title(result.setting, fontsize="small")
         right.legend(fontsize="x-small")
-    drawing.savefig(path, dpi=120)
+    drawing.savefig(path, dpi=100)

@@ -72,7 +72,8 @@ def log_ratio(x: Floats, mu: float, rate: float) -> Floats:
     exponent = mu * x - mu**2 / 2
     if rate >= 1.0:
         return exponent
-    return np.logaddexp(math.log1p(-rate), math.log(rate) + exponent)
+    small = np.minimum(exponent, 600.0)  # beyond, the 1 - q no longer counts and e^600 is still a float
+    return np.asarray(np.log1p(rate * np.expm1(small)) + (exponent - small))
 
 
 def likelihood_ratio(mu: float, rate: float, *, steps_per_draw: int = 1) -> Attack:

@@ -150,13 +150,14 @@ def audit_worst_case(
     draws = toy.steps * (toy.steps_per_epoch if shuffled else 1) // steps_per_draw
     taken = participation(present, repetitions, draws).repeat(steps_per_draw, axis=0)
     with_canary = releases(present, with_canary=True, draws=draws, steps_per_draw=steps_per_draw)
-    without = releases(absent, with_canary=False, draws=2 * draws, steps_per_draw=steps_per_draw)
+    without = releases(absent, with_canary=False, draws=draws, steps_per_draw=steps_per_draw)
     claim = Claim.booked(present.engine, steps=toy.steps, scale=repetitions**0.5)
 
     # Every second repetition learns, as in Scores.halves; the others judge.
     projection = learn_projection(_lesson(without), _lesson(with_canary))
     x_out, x_in = projection(without), projection(with_canary)
-    x_present, x_absent = np.where(taken, x_in, x_out[: len(x_in)]), x_out[len(x_in) :]
+    # Both kinds of repetition may share steps without the canary: each error rate has limits of its own.
+    x_present, x_absent = np.where(taken, x_in, x_out), x_out
     if shuffled:  # the adversary looks at the steps that have the canary
         x_present, x_absent = x_present[taken[:, 0]], x_absent[taken[:, 0]]
     rate = 1.0 if shuffled else claim.sample_rate
