@@ -90,7 +90,7 @@ class AdaptiveClipping:
             warnings.warn(
                 f"the public data has {len(config.public_loader.dataset)} samples, fewer than a mini-set of "  # type: ignore[arg-type]
                 f"{mini_set_size}: layer norms are estimated from a smaller mini-set and come out too large",
-                stacklevel=4,
+                stacklevel=5,
             )
         if not self._estimate():
             raise PublicDataError(

@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
-from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from opacus_bc import accounting
-from opacus_bc import batch_norm as bn
-from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer, get_noise_multiplier
 from opacus_bc.alc import ALC, as_alc
+from opacus_bc.batch_engine import BatchEngine
 from opacus_bc.block_optimizer import BlockOptimizer
-from opacus_bc.clip_rules import (
-    check_alc,
-    effective_per_multiplier,
-    individual_adjacency,
-    mini_set_rule,
-    sample_rule,
-    trainable,
-)
-from opacus_bc.clipping import (
-    check_positive,
-    effective_noise_multiplier,
-    noise_against_individual_clipping,
-)
-from opacus_bc.individual import IndividualClippingOptimizer
+from opacus_bc.budget import effective_multiplier, multiplier_per_effective
+from opacus_bc.clip_rules import check_alc
+from opacus_bc.clipping import check_positive
+from opacus_bc.individual_engine import IndividualEngine
 from opacus_bc.layer_report import LayerReport, layer_report
-from opacus_bc.loader import PrivateDataLoader
-from opacus_bc.noise import NoiseSource, SecureNoise, TorchNoise, sampling_generator
-from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
-from opacus_bc.release_engine import ReleaseEngine
+from opacus_bc.noise import SecureNoise
+from opacus_bc.release_engine import is_distributed
 from opacus_bc.run import Run
-from opacus_bc.sampling import Sampling, SamplingPlan, make_draws, make_plan, resolve_sampling
-from opacus_bc.stock import (
-    PassBook,
-    ShuffledLoader,
-    check_adaptive,
-    check_keywords,
-    count_draws,
-    guard_frozen_parameters,
-    guard_per_layer_bounds,
-    individual_hook,
-    one_step_per_draw,
-)
-
-logger = logging.getLogger("opacus_bc")
+from opacus_bc.sampling import resolve_sampling
 
 
-class PrivacyEngine(ReleaseEngine):
+class PrivacyEngine(BatchEngine, IndividualEngine):
     """Opacus's ``PrivacyEngine`` with ``clipping="batch"``, which leaves BatchNorm in place.
 
     Args:
@@ -165,7 +133,7 @@ class PrivacyEngine(ReleaseEngine):
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=2)
         config = as_alc(alc)
         if config is not None:
-            distributed = _is_distributed(module)
+            distributed = is_distributed(module)
             check_alc(config, module, optimizer, data_loader, kind, clipping, grad_sample_mode, distributed)
             batch_norm = config.public_loader if batch_norm is None else batch_norm
         if clipping == "batch":
@@ -196,82 +164,26 @@ class PrivacyEngine(ReleaseEngine):
             raise ValueError(
                 f"mini_batch_size={mini_batch_size} goes with clipping='batch', got {clipping!r}"
             )
-        check_keywords(
-            kwargs, clipping=clipping, distributed=_is_distributed(module), grad_sample_mode=grad_sample_mode
+        return self._make_individual_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            sampling=kind,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty,
+            batch_norm=batch_norm,
+            batch_norm_refresh=batch_norm_refresh,
+            alc=config,
+            criterion=criterion,
+            extra=kwargs,
         )
-        if self.secure_mode:
-            raise ValueError(
-                f"secure_mode=True works with clipping='batch'; Opacus's clipping={clipping!r} draws its "
-                "noise from torch generators, none of which is cryptographic"
-            )
-        self._check_accountant(kind)
-        if clipping == "adaptive":
-            check_adaptive(self.accountant.mechanism(), kind)
-        policy = bn.make_policy(
-            module,
-            batch_norm,
-            individual=True,
-            private_loader=data_loader,
-            refresh_every=batch_norm_refresh,
-        )
-        if policy.layers and (grad_sample_mode not in ("hooks", "ghost") or not batch_first):
-            raise ValueError(
-                f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
-                f"batch_first=True, got {grad_sample_mode!r} and {batch_first}"
-            )
-        if policy.public is not None and policy.public.differentiate and grad_sample_mode != "hooks":
-            raise ValueError(
-                f"PublicStatistics(differentiate=True) needs grad_sample_mode='hooks', got "
-                f"{grad_sample_mode!r}: Opacus's ghost norms know of no gradient from one layer into another"
-            )
-        if kind == "partition":
-            raise ValueError(f"sampling='partition' goes with clipping='batch', got clipping={clipping!r}")
-        loader = data_loader if kind == "poisson" else ShuffledLoader(data_loader)
-        policy.install()
-        with policy.withdrawn_on_error():
-            if config is not None:
-                kwargs["clip_rule"] = sample_rule(config, module, optimizer, data_loader, kind, criterion)
-            result = super().make_private(
-                module=module,
-                optimizer=optimizer,
-                criterion=nn.CrossEntropyLoss() if criterion is None else criterion,
-                data_loader=loader,
-                noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm,
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                poisson_sampling=kind == "poisson",
-                clipping=clipping,
-                noise_generator=noise_generator,
-                grad_sample_mode=grad_sample_mode,
-                wrap_model=wrap_model,
-                rand_on_empty=rand_on_empty,
-                **kwargs,
-            )
-        private_optimizer: DPOptimizer = result[1]
-        self._start(
-            Run(
-                policy=policy,
-                wrapper=result[0],
-                optimizer=private_optimizer,
-                data_loader=data_loader,
-                sampling=kind,
-                clipping=clipping,
-                alc_loader=None if config is None else config.public_loader,
-            )
-        )
-        guard_per_layer_bounds(private_optimizer)
-        guard_frozen_parameters(private_optimizer)
-        counter = count_draws(result[-1], private_optimizer)
-        if isinstance(private_optimizer, IndividualClippingOptimizer):
-            private_optimizer.attach_to(module, hooks=result[0])
-        if isinstance(private_optimizer, IndividualClippingOptimizer) or kind == "shuffle":
-            private_optimizer.attach_step_hook(
-                individual_hook(self.accountant, counter, sample_rate=1 / len(loader), sampling=kind)
-            )
-        if counter is not None:
-            private_optimizer.attach_step_hook(one_step_per_draw(private_optimizer.step_hook, counter))
-        return tuple(result)
 
     def make_private_with_epsilon(
         self,
@@ -311,12 +223,26 @@ class PrivacyEngine(ReleaseEngine):
         kind = resolve_sampling(kwargs.get("sampling"), poisson_sampling=kwargs.get("poisson_sampling", True))
         self._check_accountant(kind)
         releases = self._reserved_releases(module, kwargs)
-        sigma_eff = self._calibrate(data_loader, target_epsilon, target_delta, epochs, kind, kwargs, releases)
+        clipping = kwargs.get("clipping", "flat")
+        config = as_alc(kwargs.get("alc"))
+        effective = effective_multiplier(
+            self.accountant.mechanism(),
+            epsilon=target_epsilon,
+            delta=target_delta,
+            steps_per_epoch=len(data_loader),
+            epochs=epochs,
+            sampling=kind,
+            releases=releases,
+            stock=clipping != "batch" and config is None,
+        )
+        per_effective = multiplier_per_effective(
+            config, module, optimizer, sampling=kind, batch=clipping == "batch"
+        )
         return self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
-            noise_multiplier=sigma_eff * self._multiplier_per_effective(module, optimizer, kind, kwargs),
+            noise_multiplier=effective * per_effective,
             max_grad_norm=max_grad_norm,
             **kwargs,
         )
@@ -333,70 +259,6 @@ class PrivacyEngine(ReleaseEngine):
             return math.inf
         return float(super().get_epsilon(delta))
 
-    def _check_accountant(self, sampling: Sampling) -> None:
-        mechanism = self.accountant.mechanism()
-        if sampling != "poisson" and mechanism != "fdp":
-            raise ValueError(
-                f"accountant={mechanism!r} models Poisson sampling only, got sampling={sampling!r}: use "
-                "PrivacyEngine(accountant='fdp')"
-            )
-
-    def _calibrate(
-        self,
-        data_loader: DataLoader[Any],
-        epsilon: float,
-        delta: float,
-        epochs: int,
-        sampling: Sampling,
-        kwargs: dict[str, Any],
-        releases: tuple[float, ...] = (),
-    ) -> float:
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"epochs must be a whole number >= 1, got {epochs!r}")
-        mechanism = self.accountant.mechanism()
-        steps = len(data_loader)
-        if mechanism == "fdp":
-            return accounting.noise_multiplier(
-                target_epsilon=epsilon,
-                target_delta=delta,
-                sample_rate=1 / steps,
-                steps=epochs * steps,
-                sampling=sampling,
-                releases=releases,
-            )
-        budget = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": 1 / steps}
-        if kwargs.get("clipping", "flat") == "batch" or kwargs.get("alc") is not None:
-            return float(get_noise_multiplier(**budget, steps=epochs * steps, accountant=mechanism))
-        return float(get_noise_multiplier(**budget, epochs=epochs, accountant=mechanism))
-
-    def _multiplier_per_effective(
-        self, module: nn.Module, optimizer: optim.Optimizer, sampling: Sampling, kwargs: dict[str, Any]
-    ) -> float:
-        """Sigma over sigma_eff, from the blocks that training will release."""
-        batch, config = kwargs.get("clipping", "flat") == "batch", as_alc(kwargs.get("alc"))
-        if not batch and config is None:
-            # Opacus's own noise is sigma * C, while a replaced sample moves the sum by up to 2C.
-            return 2.0 if sampling == "shuffle" else 1.0
-        return 1.0 / effective_per_multiplier(
-            config,
-            trainable(module, optimizer),
-            unit="mini-set" if batch else "sample",
-            adjacency=individual_adjacency(sampling),
-        )
-
-    def _prepare_optimizer(self, *, clip_rule: Any = None, **kwargs: Any) -> DPOptimizer:
-        if clip_rule is None:
-            return super()._prepare_optimizer(**kwargs)
-        return IndividualClippingOptimizer(
-            getattr(kwargs["optimizer"], "original_optimizer", kwargs["optimizer"]),
-            noise_multiplier=kwargs["noise_multiplier"],
-            max_grad_norm=kwargs["max_grad_norm"],
-            expected_batch_size=kwargs["expected_batch_size"],
-            clip_rule=clip_rule,
-            noise=TorchNoise(kwargs["noise_generator"]),
-            loss_reduction=kwargs["loss_reduction"],
-        )
-
     def layer_report(self) -> LayerReport:
         """What ALC does to each layer now and how the layers' norms moved, from public data only.
 
@@ -407,114 +269,3 @@ class PrivacyEngine(ReleaseEngine):
             if isinstance(run.optimizer, BlockOptimizer) and run.optimizer.adaptive is not None:
                 return layer_report(run.optimizer)
         raise ValueError("layer_report() needs layer norms from public data: pass alc= to make_private")
-
-    def _make_batch_private(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: optim.Optimizer,
-        data_loader: DataLoader[Any],
-        noise_multiplier: float,
-        max_grad_norm: float | list[float],
-        loss_reduction: str,
-        sampling: Sampling,
-        noise_generator: torch.Generator | None,
-        mini_batch_size: int | None,
-        batch_norm: Any,
-        alc: ALC | None,
-        criterion: Any,
-    ) -> tuple[nn.Module, BatchClippingOptimizer, PrivateDataLoader]:
-        if isinstance(optimizer, DPOptimizer):
-            optimizer = optimizer.original_optimizer
-        _check_batch_module(module, optimizer)
-        clip_bound = check_positive("max_grad_norm", max_grad_norm)
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-        if isinstance(data_loader, PrivateDataLoader):
-            raise ValueError("data_loader is private already: several optimizers cannot share its draws")
-        self._check_accountant(sampling)
-        plan = make_plan(data_loader, sampling=sampling, mini_batch_size=mini_batch_size)
-        policy = bn.make_policy(module, batch_norm, private_loader=data_loader)
-        if policy.private and self.accountant.mechanism() == "gdp":
-            raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
-        draws = make_draws(
-            plan, data_loader, sampling_generator(secure=self.secure_mode, generator=data_loader.generator)
-        )
-        self._remember(data_loader)
-
-        policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
-        with policy.withdrawn_on_error():
-            rule = mini_set_rule(alc, module, optimizer, plan=plan, criterion=criterion)
-        loader = PrivateDataLoader(data_loader, draws=draws)
-        noise: NoiseSource = self._secure_noise or TorchNoise(noise_generator)
-        private = BatchClippingOptimizer(
-            optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=clip_bound,
-            clip_rule=rule,
-            ledger=loader.ledger,
-            mini_sets=plan.mini_sets,
-            noise=noise,
-            parameter_names={p: name for name, p in module.named_parameters()},
-            loss_reduction=loss_reduction,
-        )
-        private.accounting_hook = self._accounting_hook(plan)
-        self._start(
-            Run(
-                policy=policy,
-                wrapper=module,
-                optimizer=private,
-                data_loader=data_loader,
-                sampling=plan.kind,
-                clipping="batch",
-                mini_set_size=plan.mini_set_size,
-                alc_loader=None if alc is None else alc.public_loader,
-            )
-        )
-        logger.info(
-            "clipping='batch': at equal C and noise_multiplier an update carries %g times the noise of "
-            "individual clipping's",
-            noise_against_individual_clipping(plan.mini_set_size, adjacency=plan.adjacency),
-        )
-        return module, private, loader
-
-    def _remember(self, data_loader: DataLoader[Any]) -> None:
-        if self.dataset is not None and self.dataset is not data_loader.dataset:
-            warnings.warn(
-                "this engine has accounted another data set object before: its epsilon is meant for one data "
-                "set, so use a new PrivacyEngine unless both are the same data",
-                stacklevel=4,
-            )
-        self.dataset = data_loader.dataset
-
-    def _accounting_hook(self, plan: SamplingPlan) -> Callable[[BatchClippingOptimizer], None]:
-        book = PassBook(self.accountant)
-
-        def hook(optimizer: BatchClippingOptimizer) -> None:
-            book.step(
-                noise_multiplier=effective_noise_multiplier(optimizer.blocks()),
-                sample_rate=plan.sample_rate,
-                sampling=plan.kind,
-                pass_index=optimizer.ledger.pass_index,
-            )
-
-        return hook
-
-
-def _is_distributed(module: nn.Module) -> bool:
-    return isinstance(module, (DistributedDataParallel, FSDPModule)) or type(module).__name__ == (
-        "DifferentiallyPrivateDistributedDataParallel"
-    )
-
-
-def _check_batch_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    if isinstance(module, AbstractGradSampleModule):
-        raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
-    if _is_distributed(module):
-        raise ValueError(
-            f"clipping='batch' does not support {type(module).__name__} yet: pass the plain module"
-        )
-    check_optimizer(optimizer)
-    own = set(module.parameters())
-    if any(p not in own for p in chain.from_iterable(g["params"] for g in optimizer.param_groups)):
-        raise ValueError("optimizer holds parameters that are not module's: build it on module.parameters()")

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, default_collate
 
 from opacus_bc import batch_norm as bn
@@ -25,6 +27,7 @@ from opacus_bc.private_statistics import (
     release_multiplier,
 )
 from opacus_bc.run import Run
+from opacus_bc.sampling import Sampling
 
 
 class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
@@ -51,6 +54,14 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             raise bn.UnprotectedStatisticsError(
                 "batch_norm='unprotected': running statistics leak, so no epsilon describes this run. "
                 "allow_unprotected=True gives the value of the gradients' release alone"
+            )
+
+    def _check_accountant(self, sampling: Sampling) -> None:
+        mechanism = self.accountant.mechanism()
+        if sampling != "poisson" and mechanism != "fdp":
+            raise ValueError(
+                f"accountant={mechanism!r} models Poisson sampling only, got sampling={sampling!r}: use "
+                "PrivacyEngine(accountant='fdp')"
             )
 
     def get_tradeoff(self, *, allow_unprotected: bool = False) -> Any:
@@ -188,11 +199,18 @@ def unwrap(module: Any) -> nn.Module:
             module = module._module
         elif hasattr(module, "_orig_mod"):
             module = module._orig_mod
-        elif isinstance(module, nn.parallel.DistributedDataParallel):
+        elif isinstance(module, DistributedDataParallel):
             module = module.module
         else:
             plain: nn.Module = module
             return plain
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Whether the module is one of torch's or Opacus's wrappers for several processes."""
+    return isinstance(module, (DistributedDataParallel, FSDPModule)) or type(module).__name__ == (
+        "DifferentiallyPrivateDistributedDataParallel"
+    )
 
 
 # What Opacus hangs on parameters; pickling a module would write it out.

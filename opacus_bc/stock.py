@@ -88,7 +88,7 @@ def check_adaptive(mechanism: str, sampling: Sampling) -> None:
         raise ValueError(
             f"{message}: use poisson_sampling=False, or accountant='prv' for Opacus's own figure"
         )
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=4)
 
 
 def guard_frozen_parameters(optimizer: DPOptimizer) -> None:

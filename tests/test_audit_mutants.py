@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+import opacus_bc.batch_engine as batch_engine
 import opacus_bc.clipping as clipping
-import opacus_bc.privacy_engine as privacy_engine
 from opacus_bc.audit.claims import AuditResult
 from opacus_bc.audit.command import all_audits
 from opacus_bc.audit.toys import Toy
@@ -74,7 +74,7 @@ def root_of_layers_forgotten(patch: Patch) -> None:
 def accountant_is_told_sigma(patch: Patch) -> None:
     """Sigma instead of sigma_eff."""
     patch.setattr(
-        privacy_engine,
+        batch_engine,
         "effective_noise_multiplier",
         lambda blocks: blocks[0].noise_std / blocks[0].sensitivity,
     )

@@ -1,0 +1,149 @@
+"""The part of the engine that makes ``clipping="batch"``: plan, policy, draws, optimizer, accounting."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from opacus_bc import batch_norm as bn
+from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer
+from opacus_bc.alc import ALC
+from opacus_bc.clip_rules import mini_set_rule
+from opacus_bc.clipping import (
+    check_positive,
+    effective_noise_multiplier,
+    noise_against_individual_clipping,
+)
+from opacus_bc.loader import PrivateDataLoader
+from opacus_bc.noise import NoiseSource, SecureNoise, TorchNoise, sampling_generator
+from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
+from opacus_bc.release_engine import ReleaseEngine, is_distributed
+from opacus_bc.run import Run
+from opacus_bc.sampling import Sampling, SamplingPlan, make_draws, make_plan
+from opacus_bc.stock import PassBook
+
+logger = logging.getLogger("opacus_bc")
+
+
+class BatchEngine(ReleaseEngine):
+    """What ``PrivacyEngine.make_private`` calls for ``clipping="batch"``."""
+
+    _secure_noise: SecureNoise | None
+    dataset: Any
+
+    def _make_batch_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: optim.Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        loss_reduction: str,
+        sampling: Sampling,
+        noise_generator: torch.Generator | None,
+        mini_batch_size: int | None,
+        batch_norm: Any,
+        alc: ALC | None,
+        criterion: Any,
+    ) -> tuple[nn.Module, BatchClippingOptimizer, PrivateDataLoader]:
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        check_batch_module(module, optimizer)
+        clip_bound = check_positive("max_grad_norm", max_grad_norm)
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        if isinstance(data_loader, PrivateDataLoader):
+            raise ValueError("data_loader is private already: several optimizers cannot share its draws")
+        self._check_accountant(sampling)
+        plan = make_plan(data_loader, sampling=sampling, mini_batch_size=mini_batch_size)
+        policy = bn.make_policy(module, batch_norm, private_loader=data_loader)
+        if policy.private and self.accountant.mechanism() == "gdp":
+            raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
+        draws = make_draws(
+            plan, data_loader, sampling_generator(secure=self.secure_mode, generator=data_loader.generator)
+        )
+        self._remember(data_loader)
+
+        policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
+        with policy.withdrawn_on_error():
+            rule = mini_set_rule(alc, module, optimizer, plan=plan, criterion=criterion)
+        loader = PrivateDataLoader(data_loader, draws=draws)
+        noise: NoiseSource = self._secure_noise or TorchNoise(noise_generator)
+        private = BatchClippingOptimizer(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=clip_bound,
+            clip_rule=rule,
+            ledger=loader.ledger,
+            mini_sets=plan.mini_sets,
+            noise=noise,
+            parameter_names={p: name for name, p in module.named_parameters()},
+            loss_reduction=loss_reduction,
+        )
+        private.accounting_hook = self._accounting_hook(plan)
+        self._start(
+            Run(
+                policy=policy,
+                wrapper=module,
+                optimizer=private,
+                data_loader=data_loader,
+                sampling=plan.kind,
+                clipping="batch",
+                mini_set_size=plan.mini_set_size,
+                alc_loader=None if alc is None else alc.public_loader,
+            )
+        )
+        logger.info(
+            "clipping='batch': at equal C and noise_multiplier an update carries %g times the noise of "
+            "individual clipping's",
+            noise_against_individual_clipping(plan.mini_set_size, adjacency=plan.adjacency),
+        )
+        return module, private, loader
+
+    def _remember(self, data_loader: DataLoader[Any]) -> None:
+        if self.dataset is not None and self.dataset is not data_loader.dataset:
+            warnings.warn(
+                "this engine has accounted another data set object before: its epsilon is meant for one data "
+                "set, so use a new PrivacyEngine unless both are the same data",
+                stacklevel=4,
+            )
+        self.dataset = data_loader.dataset
+
+    def _accounting_hook(self, plan: SamplingPlan) -> Callable[[BatchClippingOptimizer], None]:
+        book = PassBook(self.accountant)
+
+        def hook(optimizer: BatchClippingOptimizer) -> None:
+            book.step(
+                noise_multiplier=effective_noise_multiplier(optimizer.blocks()),
+                sample_rate=plan.sample_rate,
+                sampling=plan.kind,
+                pass_index=optimizer.ledger.pass_index,
+            )
+
+        return hook
+
+
+def check_batch_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Refuse modules and optimizers that batch clipping cannot serve; changes nothing.
+
+    Raises:
+        ValueError: Says what is wrong.
+    """
+    if isinstance(module, AbstractGradSampleModule):
+        raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
+    if is_distributed(module):
+        raise ValueError(
+            f"clipping='batch' does not support {type(module).__name__} yet: pass the plain module"
+        )
+    check_optimizer(optimizer)
+    own = set(module.parameters())
+    if any(p not in own for p in chain.from_iterable(g["params"] for g in optimizer.param_groups)):
+        raise ValueError("optimizer holds parameters that are not module's: build it on module.parameters()")
