@@ -71,6 +71,7 @@ class Facts:
         epsilon: By the engine's accountant.
         certified_epsilon: By ``"fdp"`` where the accountant is only an approximation, else None.
         mu: The Gaussian-DP parameter that dominates the run, if the accountant knows it.
+        step_noise: Smallest and largest effective noise multiplier of a step; a scheduler may have moved it.
         releases: Effective noise multipliers of releases besides the steps.
     """
 
@@ -81,6 +82,7 @@ class Facts:
     epsilon: float
     certified_epsilon: float | None
     mu: float | None
+    step_noise: tuple[float, float] | None
     releases: tuple[float, ...]
     secure_noise: bool
     assumptions: tuple[str, ...] = _ASSUMPTIONS
@@ -93,6 +95,7 @@ def facts(engine: Any, runs: Sequence[Run], delta: float) -> Facts:
     name = accountant.mechanism()
     history: list[Any] = list(accountant.history)
     steps = [entry for entry in history if not _is_release(entry)]
+    noise = [float(entry[0]) for entry in steps]
     return Facts(
         runs=tuple(_run_facts(run) for run in runs),
         accountant=name,
@@ -101,6 +104,7 @@ def facts(engine: Any, runs: Sequence[Run], delta: float) -> Facts:
         epsilon=engine.get_epsilon(delta, allow_unprotected=True) if history else 0.0,
         certified_epsilon=_certified(history, delta) if name == "gdp" else None,
         mu=float(accountant.get_mu(delta)) if name == "fdp" and history else None,
+        step_noise=(min(noise), max(noise)) if noise else None,
         releases=tuple(float(entry[0]) for entry in history if _is_release(entry)),
         secure_noise=bool(engine.secure_mode),
     )
@@ -142,6 +146,8 @@ def _run_facts(run: Run) -> RunFacts:
             "training and evaluation normalise with statistics of public batches, as constants (new ones "
             f"every {policy.refresh_every} steps in training), so every sample's gradient is its own"
         )
+        if policy.public is not None and policy.public.differentiate:
+            text += "; it also follows these statistics into the layer directly before"
     return RunFacts(
         mechanism=(
             f"batch clipping of {mini_sets} mini-sets of {run.mini_set_size} samples a step"
@@ -206,7 +212,7 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
             (f"Mechanism{number}", f"{run.mechanism}, Gaussian noise, {groups}"),
             (
                 f"Unit and sensitivity{number}",
-                f"{run.unit} ({run.adjacency}); L2-sensitivity {run.sensitivity}; noise multiplier "
+                f"{run.unit} ({run.adjacency}); L2-sensitivity {run.sensitivity}; noise multiplier now "
                 f"{run.noise_multiplier:g}, effective {run.effective_noise_multiplier:g}",
             ),
             (
@@ -217,6 +223,9 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
             (f"Public data{number}", _public_text(run.public_data)),
         ]
     accounted = f"{facts.steps} steps"
+    if facts.step_noise is not None:
+        low, high = facts.step_noise
+        accounted += f" with sigma_eff {low:g}" + (f" to {high:g}" if high > low else "")
     if facts.releases:
         sigmas = ", ".join(f"{sigma:g}" for sigma in facts.releases)
         accounted += f" and {len(facts.releases)} releases of running statistics (sigma_eff {sigmas})"

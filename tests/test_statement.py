@@ -12,6 +12,7 @@ from support import engine
 from torch import nn
 
 from opacus_bc.public_data import describe
+from opacus_bc.public_statistics import PublicStatistics
 from opacus_bc.statement import Facts, render, verdict
 
 pytestmark = pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK)
@@ -27,6 +28,7 @@ def facts(**changes: object) -> Facts:
         "epsilon": 1.0,
         "certified_epsilon": None,
         "mu": 0.3,
+        "step_noise": (1.0, 1.0),
         "releases": (),
         "secure_noise": False,
     }
@@ -42,11 +44,11 @@ def test_the_statement_of_batch_clipping_names_every_part() -> None:
         "batch clipping of 2 mini-sets of 8 samples a step",
         "1 clip group",
         "add/remove one",
-        "L2-sensitivity 1; noise multiplier 1, effective 1",
+        "L2-sensitivity 1; noise multiplier now 1, effective 1",
         "poisson, rate 0.333333, 48 private samples",
         "re-estimated on public data",
         f"40 samples, sha256 {describe(PUBLIC).sha256[:16]}",
-        "3 steps, accountant 'fdp'",
+        "3 steps with sigma_eff 1, accountant 'fdp'",
         f"mu = {eng.accountant.get_mu(1e-5):.4g}",
         "not cryptographic",
         "the number of steps and every noise",
@@ -87,7 +89,7 @@ def test_individual_clipping_states_its_own_sensitivity() -> None:
 def test_shuffled_data_state_replace_one_and_half_the_noise_for_individual_clipping() -> None:
     eng, *_ = make_private(network(), batch_norm=PUBLIC, clipping="flat", poisson_sampling=False)
     text = eng.statement(1e-5)
-    assert "one sample (replace one); L2-sensitivity 2; noise multiplier 1, effective 0.5" in text
+    assert "one sample (replace one); L2-sensitivity 2; noise multiplier now 1, effective 0.5" in text
     assert "shuffle" in text
 
 
@@ -96,10 +98,29 @@ def test_releases_of_running_statistics_are_listed_and_are_no_steps() -> None:
     train(module, *rest)
     eng.recalibrate_batch_norm(noise_multiplier=20.0)
     text = eng.statement(1e-5)
-    assert f"3 steps and 1 releases of running statistics (sigma_eff {20 / math.sqrt(2):g})" in text
+    assert f"3 steps with sigma_eff 1 and 1 releases of running statistics (sigma_eff {20 / math.sqrt(2):g})" in text
 
 
 @pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
+def test_a_noise_schedule_is_stated_as_what_was_used() -> None:
+    eng, module, optimizer, criterion, loader = make_private(network(), batch_norm=PUBLIC)
+    for sigma in (2.0, 1.5, 3.0):
+        optimizer.noise_multiplier = sigma
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            optimizer.step()
+    assert "9 steps with sigma_eff 1.5 to 3, accountant" in eng.statement(1e-5)
+
+
+def test_gradients_through_public_statistics_are_stated() -> None:
+    config = PublicStatistics(loader=PUBLIC, differentiate=True)
+    eng, *_ = make_private(network(), clipping="flat", batch_norm=config)
+    assert "follows these statistics into the layer directly before" in eng.statement(1e-5)
+    eng, *_ = make_private(network(), clipping="flat", batch_norm=PUBLIC)
+    assert "layer directly before" not in eng.statement(1e-5)
+
+
 def test_an_approximate_accountant_is_shown_beside_the_certified_value() -> None:
     with pytest.warns(UserWarning, match="central-limit"):
         eng = engine(accountant="gdp")
