@@ -98,10 +98,12 @@ def test_releases_of_running_statistics_are_listed_and_are_no_steps() -> None:
     train(module, *rest)
     eng.recalibrate_batch_norm(noise_multiplier=20.0)
     text = eng.statement(1e-5)
-    assert f"3 steps with sigma_eff 1 and 1 releases of running statistics (sigma_eff {20 / math.sqrt(2):g})" in text
+    assert (
+        f"3 steps with sigma_eff 1 and 1 releases of running statistics (sigma_eff {20 / math.sqrt(2):g})"
+        in text
+    )
 
 
-@pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
 def test_a_noise_schedule_is_stated_as_what_was_used() -> None:
     eng, module, optimizer, criterion, loader = make_private(network(), batch_norm=PUBLIC)
     for sigma in (2.0, 1.5, 3.0):
@@ -121,6 +123,7 @@ def test_gradients_through_public_statistics_are_stated() -> None:
     assert "layer directly before" not in eng.statement(1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
 def test_an_approximate_accountant_is_shown_beside_the_certified_value() -> None:
     with pytest.warns(UserWarning, match="central-limit"):
         eng = engine(accountant="gdp")
