@@ -4,6 +4,7 @@ from opacus_bc import accounting
 from opacus_bc.accounting import FDPAccountant, TradeOffCurve
 from opacus_bc.alc import ALC
 from opacus_bc.buffers import MovingBufferError
+from opacus_bc.checkpoint import CheckpointError
 from opacus_bc.individual import IndividualClippingOptimizer
 from opacus_bc.loader import BatchMemoryManager, PrivateDataLoader
 from opacus_bc.local_update import local_update
@@ -22,6 +23,7 @@ __all__ = [
     "BatchClippingOptimizer",
     "BatchMemoryManager",
     "BatchNormPolicyError",
+    "CheckpointError",
     "FDPAccountant",
     "FreezeConverged",
     "IndividualClippingOptimizer",

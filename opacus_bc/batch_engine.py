@@ -99,6 +99,7 @@ class BatchEngine(ReleaseEngine):
                 clipping="batch",
                 mini_set_size=plan.mini_set_size,
                 alc_loader=None if alc is None else alc.public_loader,
+                draws=draws,
             )
         )
         logger.info(

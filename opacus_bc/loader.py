@@ -1,190 +1,24 @@
 """From draws to delivered batches: one draw, one step.
 
 The loader delivers a draw's mini-sets one after the other and writes down each delivery in a
-:class:`DrawLedger`, which the optimizer reads: a step consumes exactly one complete draw. Nothing here knows
-about gradients.
+:class:`~opacus_bc.ledger.DrawLedger`, which the optimizer reads: a step consumes exactly one complete draw.
+Nothing here knows about gradients.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from opacus_bc._opacus import StockBatchMemoryManager
+from opacus_bc.ledger import Delivery, DrawLedger
 from opacus_bc.sampling import SMALLEST_MINI_SET, Draw, DrawSource, SamplingPlan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Delivery:
-    """One batch as handed to the user's loop: a mini-set, or a physical chunk of one.
-
-    Attributes:
-        serial: Number of the draw it belongs to; never used twice.
-        pass_index: Number of the pass (each ``iter(loader)`` starts one).
-        size: Samples in this batch.
-        set_size: Samples in its mini-set.
-        ends_set: Whether it completes the mini-set.
-        ends_draw: Whether it completes the draw.
-        placeholder: The draw had no deliverable mini-set; the gradient of this batch is discarded.
-    """
-
-    serial: int
-    pass_index: int
-    size: int
-    set_size: int
-    ends_set: bool
-    ends_draw: bool
-    placeholder: bool
-
-
-def _nobody() -> None:
-    """A listener that is not there."""
-
-
-class DrawLedger:
-    """Which batches were planned, delivered and consumed, in this order.
-
-    **Formal guarantee**: :meth:`consume` returns every delivery at most once, in order, and only while it is
-    the sole one outstanding; so the gradients of two deliveries never share a clip, and no draw serves two
-    steps.
-
-    **Edge cases**: a new pass forgets whatever is outstanding; an older iterator then raises. Whoever
-    subscribed with :meth:`on_delivery` is told before a batch reaches the user's loop, so that gradients left
-    over from anything earlier can be dropped.
-    """
-
-    def __init__(self) -> None:
-        self._listener: Callable[[], Callable[[], None] | None] = _nobody
-        self._iterators: list[weakref.ref[Any]] = []
-        self.pass_index = 0
-        self.loader_workers = 0
-        self._last_serial = 0
-        self._planned: deque[Delivery] = deque()
-        self._outstanding: list[Delivery] = []
-        self._chunk_ends_set: bool | None = None
-        self._chunked_so_far = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Workers get a copy with the collate function; what only the main process uses stays here."""
-        return {**self.__dict__, "_listener": _nobody, "_iterators": []}
-
-    def on_delivery(self, method: Callable[[], None]) -> None:
-        """Call the bound ``method`` before every delivery and at the start of every pass."""
-        self._listener = weakref.WeakMethod(method)
-
-    def _announce(self) -> None:
-        if (method := self._listener()) is not None:
-            method()
-
-    def track(self, iterator: Iterator[Any]) -> None:
-        """Remember an iterator over the draws for as long as it lives."""
-        self._iterators = [ref for ref in self._iterators if ref() is not None]
-        self._iterators.append(weakref.ref(iterator))
-
-    def begin_pass(self) -> int:
-        """Forget what an earlier pass left behind and return the new pass's number."""
-        self.pass_index += 1
-        self._announce()
-        self._planned.clear()
-        self._outstanding.clear()
-        self._chunk_ends_set = None
-        self._chunked_so_far = 0
-        return self.pass_index
-
-    def next_serial(self) -> int:
-        """The next draw's number."""
-        self._last_serial += 1
-        return self._last_serial
-
-    def plan(self, delivery: Delivery) -> None:
-        """Note that this batch's indices have been handed to the DataLoader."""
-        self._check_current(delivery.pass_index)
-        self._planned.append(delivery)
-
-    def _check_current(self, pass_index: int) -> None:
-        if pass_index != self.pass_index:
-            raise RuntimeError(
-                "this iterator was superseded by a newer iter(loader): a draw must not be delivered twice"
-            )
-
-    def deliver(self, pass_index: int) -> None:
-        """The oldest planned batch of this pass is about to reach the user's loop."""
-        self._check_current(pass_index)
-        self._deliver(self._planned.popleft())
-
-    def announce_chunk(self, *, ends_set: bool) -> None:
-        """Opacus's BatchMemoryManager is about to fetch a chunk of the oldest planned mini-set.
-
-        Raises:
-            RuntimeError: The loader has workers; then chunks are announced long before they are delivered,
-                and which gradient belongs to which chunk could not be told.
-        """
-        if self.loader_workers:
-            raise RuntimeError(
-                f"Opacus's BatchMemoryManager with num_workers={self.loader_workers} announces batches "
-                "before they are delivered: use opacus_bc.BatchMemoryManager (same arguments) or no workers"
-            )
-        alive = [i for ref in self._iterators if (i := ref()) is not None and i.gi_frame is not None]
-        if len(alive) > 1:
-            raise RuntimeError(
-                "two iterators over one BatchMemoryManager loader are alive, and Opacus does not say whose "
-                "chunk this is: delete the older one, or use opacus_bc.BatchMemoryManager (same arguments)"
-            )
-        self._chunk_ends_set = ends_set
-
-    def deliver_chunk(self, size: int) -> None:
-        """If a chunk was announced, it is being delivered now with ``size`` samples."""
-        if self._chunk_ends_set is None:
-            return
-        ends_set, self._chunk_ends_set = self._chunk_ends_set, None
-        whole = self._planned[0]
-        self._chunked_so_far += size
-        if ends_set:
-            self._planned.popleft()
-            if self._chunked_so_far != whole.set_size:
-                raise RuntimeError(
-                    f"chunks of {self._chunked_so_far} samples were delivered for a mini-set of "
-                    f"{whole.set_size}: start again with iter(loader)"
-                )
-            self._chunked_so_far = 0
-        self._deliver(replace(whole, size=size, ends_set=ends_set, ends_draw=whole.ends_draw and ends_set))
-
-    def _deliver(self, delivery: Delivery) -> None:
-        self._announce()
-        if len(self._outstanding) < 2:  # two are an error already; more need not be kept
-            self._outstanding.append(delivery)
-
-    def outstanding(self) -> Delivery:
-        """The one delivery that a step may use.
-
-        Raises:
-            RuntimeError: There is none, or more than one.
-        """
-        if not self._outstanding:
-            raise RuntimeError(
-                "optimizer.step() needs a new batch of the private loader: none was delivered since the last "
-                "step (a second step on one draw would cost privacy that is not accounted)"
-            )
-        if len(self._outstanding) > 1:
-            raise RuntimeError(
-                "several batches were delivered since the last optimizer.step(): call backward() and step() "
-                "once for each batch, or start again with iter(loader) (gradients of two draws must not be "
-                "mixed)"
-            )
-        return self._outstanding[0]
-
-    def consume(self) -> Delivery:
-        """Take the outstanding delivery; it can never be used again."""
-        delivery = self.outstanding()
-        self._outstanding.clear()
-        return delivery
 
 
 class DrawSampler(Sampler[list[int]]):
@@ -201,12 +35,14 @@ class DrawSampler(Sampler[list[int]]):
         return plan.steps_per_epoch * plan.mini_sets * chunks
 
     def __iter__(self) -> Iterator[list[int]]:
-        iterator = self._mini_sets(self.ledger.begin_pass())
+        pass_index = self.ledger.begin_pass()
+        left = self.draws.plan.steps_per_epoch - self.ledger.draws_used
+        iterator = self._mini_sets(pass_index, left)
         self.ledger.track(iterator)
         return iterator
 
-    def _mini_sets(self, pass_index: int) -> Iterator[list[int]]:
-        for draw in self.draws:
+    def _mini_sets(self, pass_index: int, steps: int) -> Iterator[list[int]]:
+        for draw in islice(self.draws, steps):
             serial = self.ledger.next_serial()
             mini_sets, placeholder = deliverable(draw)
             for j, mini_set in enumerate(mini_sets):
@@ -304,7 +140,12 @@ class PrivateDataLoader(DataLoader[Any]):
         return self.plan.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader names its private iterator
+        continued = self.ledger.resume_after > 0
+        generator = self.generator or torch.default_generator
+        before = generator.get_state() if continued else None
         iterator = super().__iter__()
+        if before is not None:  # torch draws a seed for each pass: this one has its own already
+            generator.set_state(before)
         return self._delivered(iterator, self.ledger.pass_index)
 
     def _delivered(self, iterator: Iterator[Any], pass_index: int) -> Iterator[Any]:

@@ -68,6 +68,29 @@ class TorchNoise:
             self._streams[key] = generator
         return self._streams[key]
 
+    @property
+    def given(self) -> torch.Generator | None:
+        """The user's generator, if there is one."""
+        return self._given
+
+    def reseed(self, seed: int) -> None:
+        """Start new streams; a user's generator is left alone."""
+        self._streams.clear()
+        self._seed = seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """All streams but a user's own. It reveals past and future noise: keep it secret."""
+        streams = [(str(device), n, g.get_state()) for (device, n), g in self._streams.items()]
+        return {"seed": self._seed, "streams": streams}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.reseed(state["seed"])
+        for device, number, held in state["streams"]:
+            self.stream(torch.device(device), number)
+            if self._given is None:
+                self._streams[torch.device(device), number].set_state(held)
+
     def normal(self, like: Tensor, std: float) -> Tensor:
         """See :meth:`NoiseSource.normal`."""
         generator = self.stream(like.device)

@@ -25,7 +25,7 @@ from opacus_bc.clipping import (
     clip_coefficients,
     scale_,
 )
-from opacus_bc.loader import Delivery, DrawLedger
+from opacus_bc.ledger import Delivery, DrawLedger
 from opacus_bc.noise import NoiseSource
 
 

@@ -14,6 +14,7 @@ from opacus_bc.alc import ALC, as_alc
 from opacus_bc.batch_engine import BatchEngine
 from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.budget import effective_multiplier, multiplier_per_effective
+from opacus_bc.checkpoint_engine import CheckpointEngine
 from opacus_bc.clip_rules import check_alc
 from opacus_bc.clipping import check_positive
 from opacus_bc.individual_engine import IndividualEngine
@@ -24,7 +25,7 @@ from opacus_bc.run import Run
 from opacus_bc.sampling import resolve_sampling
 
 
-class PrivacyEngine(BatchEngine, IndividualEngine):
+class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
     """Opacus's ``PrivacyEngine`` with ``clipping="batch"``, which leaves BatchNorm in place.
 
     Args:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.batch_norm import BatchNormPolicy
-from opacus_bc.sampling import Sampling
+from opacus_bc.sampling import DrawSource, Sampling
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,7 @@ class Run:
         clipping: ``"batch"`` or one of Opacus's.
         mini_set_size: Samples that are clipped together.
         alc_loader: The public data of adaptive layerwise clipping, if it is in use.
+        draws: Where the steps' draws come from, with batch clipping.
         steps: How often the underlying optimizer has moved the weights.
     """
 
@@ -36,6 +37,7 @@ class Run:
     clipping: str
     mini_set_size: int = 1
     alc_loader: DataLoader[Any] | None = None
+    draws: DrawSource | None = None
     steps: int = 0
 
     def count_step(self, *_: Any) -> None:
