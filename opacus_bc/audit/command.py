@@ -102,12 +102,12 @@ def _named(audit: Audit, *args: Any, **settings: Any) -> Audit:
 
 def second_step(**common: Any) -> AuditResult:
     """A loop that steps twice on one batch: the optimizer must refuse, so nothing is given away."""
-    toy = Toy(method="BC", steps=2, steps_per_epoch=10)
+    toy = Toy(method="BC", noise_multiplier=0.7, **_FIFTY)
     name = "BC, two steps on one batch"
     try:
         return audit_worst_case(toy, name=name, repetitions=20_000, steps_per_draw=2, **common)
     except RuntimeError:
-        claim = Claim(noise_multiplier=toy.noise_multiplier, sample_rate=0.1, steps=2)
+        claim = Claim(noise_multiplier=toy.noise_multiplier, sample_rate=0.1, steps=toy.steps)
         return AuditResult(
             name=name,
             setting=claim.describe(),

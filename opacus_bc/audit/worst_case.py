@@ -8,8 +8,9 @@ two mini-sets through the real loader and writes both into the real accountant, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +28,15 @@ Booleans = npt.NDArray[np.bool_]
 _LESSON = 200_000  # releases are enough to learn a projection from
 
 
-class Scripted:
-    """A draw source that replays given draws."""
+class Repeated:
+    """A draw source that draws the same again and again."""
 
-    def __init__(self, plan: SamplingPlan, draws: Sequence[Draw]) -> None:
+    def __init__(self, plan: SamplingPlan, draw: Draw) -> None:
         self.plan = plan
-        self.draws = draws
+        self.draw = draw
 
     def __iter__(self) -> Iterator[Draw]:
-        return iter(self.draws)
+        return repeat(self.draw, self.plan.steps_per_epoch)
 
 
 def releases(private: PrivateToy, *, with_canary: bool, draws: int, steps_per_draw: int = 1) -> Floats:
@@ -67,14 +68,17 @@ def releases(private: PrivateToy, *, with_canary: bool, draws: int, steps_per_dr
                 sums.append(private.released())
         return np.stack(sums)
     loader = PrivateDataLoader(
-        private.loader, draws=Scripted(private.loader.plan, [content] * draws), ledger=private.loader.ledger
+        private.loader, draws=Repeated(private.loader.plan, content), ledger=private.loader.ledger
     )
-    for place, (x, _) in enumerate(loader, start=1):
-        for _ in range(steps_per_draw):
-            private.backward(x)
-            private.optimizer.step()
-            if place % private.toy.mini_sets == 0:
-                sums.append(private.released())
+    while len(sums) < draws * steps_per_draw:
+        for place, (x, _) in enumerate(loader, start=1):
+            for _ in range(steps_per_draw):
+                private.backward(x)
+                private.optimizer.step()
+                if place % private.toy.mini_sets == 0:
+                    sums.append(private.released())
+            if len(sums) == draws * steps_per_draw:
+                break
     return np.stack(sums)
 
 
