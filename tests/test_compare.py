@@ -98,7 +98,7 @@ def test_a_second_run_trains_and_measures_nothing(finished: Path, monkeypatch: p
         monkeypatch.setattr(module, name, forbidden)
     start = time.monotonic()
     assert cli.main([*QUICK, "--out", str(finished)]) == 0
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
     assert {path: path.read_bytes() for path in finished.rglob("*.json")} == before
 
 

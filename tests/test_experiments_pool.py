@@ -33,7 +33,7 @@ def die(item: int, report: Progress) -> int:
 
 def sleep(item: int, report: Progress) -> int:
     report(1)
-    time.sleep(60)
+    time.sleep(600)
     return item
 
 
@@ -60,12 +60,14 @@ def test_work_has_one_thread_and_gives_the_others_back() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_told_in_one_line() -> None:
     with pytest.raises(ChildProcessError, match="fewer --jobs") as caught:
         list(run_all(die, [0, 1, 2], jobs=2))
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_no_process_behind() -> None:
     def interrupt(index: int, amount: int) -> None:
         raise KeyboardInterrupt
@@ -76,4 +78,4 @@ def test_an_interrupted_run_leaves_no_process_behind() -> None:
     for child in multiprocessing.active_children():
         child.join(10)
     assert not multiprocessing.active_children()
-    assert time.monotonic() - start < 50, "it must not wait for the work to end"
+    assert time.monotonic() - start < 300, "it must not wait for the work to end"

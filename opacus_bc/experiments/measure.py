@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ from opacus_bc.experiments.data import Data
 from opacus_bc.experiments.session import prepare
 
 ROUNDS = 3
-SAMPLES = 1024  # at least this many in a round
+SAMPLES = 512  # at least this many in a round
 STEPS = 3  # before the peak of memory is read
 # Tensors are mapped one by one, so that freed ones leave the process at once and the peak is theirs;
 # libraries must not start threads, which would not survive a fork.
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "4096", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def stepper(cell: Cell, data: Data) -> Callable[[int], float]:
@@ -119,8 +118,7 @@ def _measure_in_forks(answers: Any, cells: list[Cell], load: Callable[[], Data])
 
 
 def _measure_here(answers: Any, cell: Cell, data: Data) -> None:
-    unit = cell.method.mini_set or 4
-    _steps(replace(cell, batch_size=2 * unit), data, 2)  # loads what the method loads
+    _steps(cell, data, STEPS)  # fills the libraries' caches, which grow with every new shape of a batch
     gc.collect()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here

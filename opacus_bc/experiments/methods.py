@@ -99,9 +99,10 @@ _ALL = (
     _mini_sets(8),
     _mini_sets(8, scale=True),
     _mini_sets(16),
-    _mini_sets(16, scale=True),
 )
 _ON_REQUEST = (
+    _mini_sets(16, scale=True),
+    _mini_sets(32),
     _batch("bc-alc-partition", "BC + ALC, fixed partition", Layerwise(), sampling="partition"),
     Method(name="ic-alc", title="IC + ALC, public BatchNorm", alc=Layerwise()),
     Method(name="ic-diff", title="IC, public BN differentiated", differentiate=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ DPI = 130
 _PANELS = (("individual clipping", "individual"), ("batch clipping", "batch"), ("mini-sets", "mini-sets"))
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f3c8d", "#444444")
 _DASHES = ("-", "--", "-.", ":")
+_MARKERS = "osDv^<>PXdp*h8"
+_FAMILIES = {"plain": "0.4", "individual": _COLOURS[0], "batch": _COLOURS[1], "mini-sets": _COLOURS[2]}
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
@@ -141,55 +144,50 @@ def against_epsilon(rows: Sequence[Row]) -> Any:
                 label=runs[0].title if runs else name,
                 **style,
             )
-        at.set_xscale("log")
         at.set_title(title, fontsize="medium")
-        at.set_xlabel("ε spent (certified), δ fixed")
-        at.xaxis.set_major_formatter(_plain_numbers())
-        at.xaxis.set_minor_formatter(_plain_numbers())
-        at.tick_params(axis="x", which="minor", labelsize="x-small")
+        at.set_xlabel("ε spent (certified)")
+        at.set_xlim(left=0)
         at.legend(fontsize="x-small", framealpha=0.7)
         _tidy(at)
     axes[0].set_ylabel("test accuracy, %")
     return figure
 
 
-def _plain_numbers() -> Any:
-    from matplotlib.ticker import FuncFormatter
-
-    def text(value: float, _position: int | None) -> str:
-        first = value / 10 ** math.floor(math.log10(value)) if value > 0 else 0.0
-        return f"{value:g}" if round(first, 6) in (1, 2, 5) else ""
-
-    return FuncFormatter(text)
-
-
 def against_cost(rows: Sequence[Row]) -> Any:
-    """Final accuracy against time per epoch; the area of a point is its peak memory."""
+    """Final accuracy against time per epoch; the area of a point grows with its peak memory."""
     shown = [row for row in rows if row.time is not None]
     budgets = _budgets(shown)
     if not budgets:
         return None
-    figure = _figure(5.6 * len(budgets), 4.4)
-    axes = figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0]
-    colours = {family: _COLOURS[index] for index, (_, family) in enumerate(_PANELS)} | {"plain": "0.4"}
+    figure = _figure(4.6 * len(budgets) + 2.6, 4.2)
+    axes = figure.subplots(1, len(budgets), squeeze=False, sharex=True, sharey=True)[0]
+    names = list(dict.fromkeys(row.name for row in shown))
     for at, budget in zip(axes, budgets, strict=True):
         for row in shown:
             if row.budget in (None, budget):
                 at.scatter(
-                    row.time, row.mean, s=45 * (row.memory or 1.0), color=colours[row.family], alpha=0.55
+                    row.time,
+                    row.mean,
+                    s=40 * math.sqrt(row.memory or 1.0),
+                    marker=_MARKERS[names.index(row.name) % len(_MARKERS)],
+                    color=_FAMILIES[row.family],
+                    alpha=0.75,
+                    linewidth=0,
+                    label=row.title,
                 )
-                at.annotate(
-                    row.title,
-                    (row.time, row.mean),
-                    fontsize="x-small",
-                    xytext=(6, 3),
-                    textcoords="offset points",
-                )
-        at.margins(x=0.25, y=0.12)
-        at.set_title(f"ε = {budget:g}; area: peak memory", fontsize="medium")
+        at.set_xlim(left=0)
+        at.set_ylim(0, 102)
+        at.set_title(f"ε = {budget:g}", fontsize="medium")
         at.set_xlabel("time per epoch, plain SGD = 1")
         _tidy(at)
     axes[0].set_ylabel("test accuracy, %")
+    handles, labels = axes[0].get_legend_handles_labels()
+    legend = figure.legend(
+        handles, labels, loc="outside right center", fontsize="x-small", frameon=False,
+        title="size: peak memory", title_fontsize="x-small",
+    )  # fmt: skip
+    for handle in legend.legend_handles:
+        handle.set_sizes([40])
     return figure
 
 
@@ -202,7 +200,7 @@ def tradeoff_curves(rows: Sequence[Row]) -> Any:
             mechanisms.setdefault((row.budget, coarse), []).append(row)
     if not mechanisms:
         return None
-    figure = _figure(7.6, 4.4)
+    figure = _figure(8.4, 4.4)
     at = figure.add_subplot()
     alpha = np.linspace(0, 1, 1001)
     at.plot(alpha, 1 - alpha, color="0.6", linestyle="--", linewidth=1.0, label="perfect privacy")
@@ -210,19 +208,17 @@ def tradeoff_curves(rows: Sequence[Row]) -> Any:
         accountant = FDPAccountant()
         accountant.history = list(members[0].history)
         names = ", ".join(row.name for row in members)
-        label = f"ε = {members[0].budget:g}, m = {members[0].batch_size}: {_wrapped(names)}"
+        label = _wrapped(f"ε = {members[0].budget:g}, batch {members[0].batch_size}: {names}")
         at.plot(alpha, accountant.get_tradeoff()(alpha), label=label, **_style(index))
     at.set(xlabel="false positive rate α", ylabel="false negative rate", xlim=(0, 1), ylim=(0, 1))
     at.set_aspect("equal")
-    at.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    figure.legend(fontsize="x-small", loc="outside right center", frameon=False)
     _tidy(at)
     return figure
 
 
 def _wrapped(text: str, width: int = 34) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, width))
+    return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False))
 
 
 def noise_by_layer(rows: Sequence[Row]) -> Any:
@@ -255,6 +251,7 @@ def noise_by_layer(rows: Sequence[Row]) -> Any:
     if len(layers) <= 24:
         for i, j in np.argwhere(np.isfinite(table)):
             colour = "white" if table[i, j] > 3 * math.sqrt(low * high) else "black"
-            at.text(j, i, f"{table[i, j]:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
+            text = f"{table[i, j]:.0f}" if table[i, j] >= 10 else f"{table[i, j]:.1f}"
+            at.text(j, i, text, ha="center", va="center", fontsize=6.5, color=colour)
     figure.colorbar(image, ax=at, label="noise / signal of an update", shrink=0.9)
     return figure

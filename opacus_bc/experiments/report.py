@@ -133,11 +133,7 @@ def page(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
         wins = row.protected and best[row.budget, row.adjacency] == row.mean
         columns = "".join(f"<td>{html.escape(text)}</td>" for text in cells(row))
         body.append(f'<tr class="{row.family}{" best" if wins else ""}">{columns}</tr>')
-    figures = "".join(
-        f'<figure><figcaption>{html.escape(title)}</figcaption><img alt="{html.escape(title)}" '
-        f'src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
-        for title, path in pictures.items()
-    )
+    figures = "".join(_picture(title, path.read_bytes()) for title, path in pictures.items())
     failed = "".join(
         f"<li>{html.escape(name)} failed: {html.escape(reason)}</li>"
         for name, reason in comparison.failures.items()
@@ -154,6 +150,17 @@ def page(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
             f"<dt>{html.escape(str(name))}</dt><dd>{html.escape(_fact(value))}</dd>"
             for name, value in comparison.facts.items()
         ),
+    )
+
+
+def _picture(title: str, png: bytes) -> str:
+    """A figure in the size in which it was drawn, however many pixels it has."""
+    width = round(int.from_bytes(png[16:20]) / plots.DPI * 80)  # the header of a PNG file starts with it
+    name = html.escape(title)
+    content = base64.b64encode(png).decode()
+    return (
+        f'<figure><figcaption>{name}</figcaption><img alt="{name}" width="{width}" '
+        f'src="data:image/png;base64,{content}"></figure>'
     )
 
 
