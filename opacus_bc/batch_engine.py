@@ -24,7 +24,7 @@ from opacus_bc.clipping import (
 from opacus_bc.loader import PrivateDataLoader
 from opacus_bc.noise import NoiseSource, SecureNoise, TorchNoise, sampling_generator
 from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
-from opacus_bc.release_engine import ReleaseEngine, is_distributed
+from opacus_bc.release_engine import ReleaseEngine, bare, is_distributed
 from opacus_bc.run import Run
 from opacus_bc.sampling import Sampling, SamplingPlan, make_draws, make_plan
 from opacus_bc.stock import PassBook
@@ -57,6 +57,7 @@ class BatchEngine(ReleaseEngine):
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
         check_batch_module(module, optimizer)
+        plain = bare(module)
         clip_bound = check_positive("max_grad_norm", max_grad_norm)
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
@@ -64,7 +65,7 @@ class BatchEngine(ReleaseEngine):
             raise ValueError("data_loader is private already: several optimizers cannot share its draws")
         self._check_accountant(sampling)
         plan = make_plan(data_loader, sampling=sampling, mini_batch_size=mini_batch_size)
-        policy = bn.make_policy(module, batch_norm, private_loader=data_loader)
+        policy = bn.make_policy(plain, batch_norm, private_loader=data_loader)
         if policy.private and self.accountant.mechanism() == "gdp":
             raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
         draws = make_draws(
@@ -74,7 +75,7 @@ class BatchEngine(ReleaseEngine):
 
         policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
         with policy.withdrawn_on_error():
-            rule = mini_set_rule(alc, module, optimizer, plan=plan, criterion=criterion)
+            rule = mini_set_rule(alc, plain, optimizer, plan=plan, criterion=criterion)
         loader = PrivateDataLoader(data_loader, draws=draws)
         noise: NoiseSource = self._secure_noise or TorchNoise(noise_generator)
         private = BatchClippingOptimizer(
@@ -85,7 +86,7 @@ class BatchEngine(ReleaseEngine):
             ledger=loader.ledger,
             mini_sets=plan.mini_sets,
             noise=noise,
-            parameter_names={p: name for name, p in module.named_parameters()},
+            parameter_names={p: name for name, p in plain.named_parameters()},
             loss_reduction=loss_reduction,
         )
         private.accounting_hook = self._accounting_hook(plan)

@@ -11,6 +11,12 @@ from opacus_bc.adaptive import AdaptiveClipping
 from opacus_bc.clipping import Block, ClipRule, check_positive, effective_noise_multiplier
 from opacus_bc.noise import NoiseSource
 
+GRAD_SCALER = (
+    "torch.amp.GradScaler skips steps and moves its scale by what it finds in private gradients, without "
+    "noise: use bfloat16, or float16 with a constant scale (multiply the loss by it; with clipping='batch' "
+    "set optimizer.loss_scale to it)"
+)
+
 
 class BlockOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
     """A DPOptimizer whose clipping and noise come from blocks and from nothing else.
@@ -23,6 +29,20 @@ class BlockOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
     clip_rule: ClipRule
     noise: NoiseSource
     _names: Mapping[nn.Parameter, str]
+
+    # torch.amp.GradScaler asks for this; it then tells us of itself instead of skipping steps on its own.
+    _step_supports_amp_scaling = True
+
+    def _refuse_grad_scaler(self) -> None:
+        """Raise if ``torch.amp.GradScaler.step`` is calling.
+
+        Whether it skips a step and which scale it takes next follow from un-noised private gradients.
+
+        Raises:
+            RuntimeError: It is.
+        """
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(GRAD_SCALER)
 
     @property
     def noise_multiplier(self) -> float:

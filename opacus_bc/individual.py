@@ -127,6 +127,7 @@ class IndividualClippingOptimizer(BlockOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, or one chunk of it."""
+        self._refuse_grad_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():

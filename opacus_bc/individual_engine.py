@@ -23,6 +23,7 @@ from opacus_bc.stock import (
     check_keywords,
     count_draws,
     guard_frozen_parameters,
+    guard_grad_scaler,
     guard_per_layer_bounds,
     individual_hook,
     one_step_per_draw,
@@ -120,6 +121,7 @@ class IndividualEngine(ReleaseEngine):
         )
         guard_per_layer_bounds(private_optimizer)
         guard_frozen_parameters(private_optimizer)
+        guard_grad_scaler(private_optimizer)
         counter = count_draws(result[-1], private_optimizer)
         if isinstance(private_optimizer, IndividualClippingOptimizer):
             private_optimizer.attach_to(module, hooks=result[0])

@@ -97,12 +97,22 @@ class BatchClippingOptimizer(BlockOptimizer):
         self.ledger = ledger
         self.noise = noise
         self._names = dict(parameter_names or {})
+        self._loss_scale = 1.0
         self._draw: _OpenDraw | None = None
         self._released_blocks: list[Block] = []
         self.accounting_hook: Callable[[BatchClippingOptimizer], None] | None = None
         self._cleared: set[nn.Parameter] = set()
         self._drop_gradients()  # whatever was computed before belongs to no draw
         ledger.on_delivery(self._drop_gradients)
+
+    @property
+    def loss_scale(self) -> float:
+        """The constant by which the loop multiplies the loss (float16); gradients are divided by it."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._loss_scale = check_positive("loss_scale", value)
 
     def _drop_gradients(self) -> None:
         """Forget all gradients: called before a batch is delivered, so that none survives from another."""
@@ -136,6 +146,7 @@ class BatchClippingOptimizer(BlockOptimizer):
         Returns:
             The closure's value, if there is one.
         """
+        self._refuse_grad_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -209,8 +220,11 @@ class BatchClippingOptimizer(BlockOptimizer):
     def _accumulate(self, draw: _OpenDraw, delivery: Delivery) -> None:
         # A parameter that joined the optimizer after this batch was delivered may hold older gradients.
         grads = [_as_accumulator(p, usable=p in self._cleared) for p in draw.params]
+        weight = 1.0 / self.loss_scale
         if self.loss_reduction == "mean" and delivery.size != delivery.set_size:
-            scale_(grads, [delivery.size / delivery.set_size] * len(grads))
+            weight *= delivery.size / delivery.set_size
+        if weight != 1.0:
+            scale_(grads, [weight] * len(grads))
         if draw.unclipped_chunks is not None:
             torch._foreach_add_(grads, draw.unclipped_chunks)
         if not delivery.ends_set:

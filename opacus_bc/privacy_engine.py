@@ -20,7 +20,7 @@ from opacus_bc.clipping import check_positive
 from opacus_bc.individual_engine import IndividualEngine
 from opacus_bc.layer_report import LayerReport, layer_report
 from opacus_bc.noise import SecureNoise
-from opacus_bc.release_engine import is_distributed
+from opacus_bc.release_engine import bare, is_distributed
 from opacus_bc.run import Run
 from opacus_bc.sampling import resolve_sampling
 
@@ -135,7 +135,8 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
         config = as_alc(alc)
         if config is not None:
             distributed = is_distributed(module)
-            check_alc(config, module, optimizer, data_loader, kind, clipping, grad_sample_mode, distributed)
+            inner = bare(module) if clipping == "batch" else module
+            check_alc(config, inner, optimizer, data_loader, kind, clipping, grad_sample_mode, distributed)
             batch_norm = config.public_loader if batch_norm is None else batch_norm
         if clipping == "batch":
             if kwargs:
@@ -237,7 +238,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             stock=clipping != "batch" and config is None,
         )
         per_effective = multiplier_per_effective(
-            config, module, optimizer, sampling=kind, batch=clipping == "batch"
+            config, bare(module), optimizer, sampling=kind, batch=clipping == "batch"
         )
         return self.make_private(
             module=module,

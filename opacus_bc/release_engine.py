@@ -192,18 +192,20 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         return st.render(st.facts(self, self._runs, delta), format=format)
 
 
+def bare(module: Any) -> nn.Module:
+    """The module inside torch.compile's and DistributedDataParallel's wrappers: what policies work on."""
+    while hasattr(module, "_orig_mod") or isinstance(module, DistributedDataParallel):
+        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+    inside: nn.Module = module
+    return inside
+
+
 def unwrap(module: Any) -> nn.Module:
     """The module inside Opacus's, torch.compile's and DistributedDataParallel's wrappers."""
-    while True:
-        if isinstance(module, (AbstractGradSampleModule, GradSampleHooks)):
-            module = module._module
-        elif hasattr(module, "_orig_mod"):
-            module = module._orig_mod
-        elif isinstance(module, DistributedDataParallel):
-            module = module.module
-        else:
-            plain: nn.Module = module
-            return plain
+    plain = bare(module)
+    while isinstance(plain, (AbstractGradSampleModule, GradSampleHooks)):
+        plain = bare(plain._module)
+    return plain
 
 
 def is_distributed(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from opacus_bc._opacus import (
     UniformWithReplacementSampler,
     get_optimizer_class,
 )
+from opacus_bc.block_optimizer import GRAD_SCALER
 from opacus_bc.sampling import Sampling, check_loader
 
 
@@ -101,6 +102,17 @@ def guard_frozen_parameters(optimizer: DPOptimizer) -> None:
                     p.grad = None
 
     optimizer.original_optimizer.register_step_pre_hook(drop)
+
+
+def guard_grad_scaler(optimizer: DPOptimizer) -> None:
+    """Refuse ``torch.amp.GradScaler``, whose scale and skipped steps follow from private gradients."""
+
+    def refuse(*_: Any) -> None:
+        if hasattr(optimizer, "found_inf"):
+            raise RuntimeError(GRAD_SCALER)
+
+    optimizer._step_supports_amp_scaling = True  # then the scaler tells of itself instead of skipping steps
+    optimizer.original_optimizer.register_step_pre_hook(refuse)
 
 
 class DrawCounter:
