@@ -139,6 +139,7 @@ def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
             "epsilon": list(plan.budgets),
             "delta": plan.delta,
             "optimizer": "SGD with momentum 0.9, constant learning rate, no augmentation",
+            "individual clipping": "in chunks of about 32 MB of per-sample gradients",
             "sampling": "Poisson, unless the adjacency column says otherwise",
         },
         rows=make_rows(finished, measured),

@@ -71,7 +71,6 @@ _MNIST = Preset(
         "zhang": Setting(batch_size=64, lr=0.0006, clip=1.0),
         "mini-sets": Setting(batch_size=2048, lr=0.25, clip=0.3),
         "gbc-16": Setting(batch_size=2048, lr=0.17, clip=0.3),
-        "gbc-32": Setting(batch_size=2048, lr=0.1, clip=0.3),
     },
 )
 _CIFAR10 = Preset(
@@ -84,7 +83,6 @@ _CIFAR10 = Preset(
         "zhang": Setting(batch_size=64, lr=0.0004, clip=1.0),
         "mini-sets": Setting(batch_size=2048, lr=0.15, clip=0.3),
         "gbc-16": Setting(batch_size=2048, lr=0.1, clip=0.3),
-        "gbc-32": Setting(batch_size=2048, lr=0.06, clip=0.3),
     },
 )
 _BY_NAME: Mapping[str, Preset] = {

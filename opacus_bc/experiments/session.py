@@ -22,9 +22,10 @@ from opacus_bc.experiments.data import Data, augment
 from opacus_bc.experiments.models import build
 
 PUBLIC_BATCH = 256
-# Individual clipping holds a gradient for every sample at once: larger batches come in chunks of this many
-# floats (600 MB).
-PER_SAMPLE_FLOATS = 150_000_000
+# Individual clipping holds a gradient for every sample at once. Batches come in chunks of about this many
+# floats (32 MB), which stay nearer to the cache: on MNIST an epoch takes a third less time than in one piece.
+PER_SAMPLE_FLOATS = 8_000_000
+SMALLEST_CHUNK = 8
 
 
 @dataclass(kw_only=True)
@@ -56,7 +57,8 @@ class Training:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass over the private data, in physical batches."""
-        limit = max(1, PER_SAMPLE_FLOATS // sum(p.numel() for p in self.model.parameters()))
+        parameters = sum(p.numel() for p in self.model.parameters())
+        limit = max(SMALLEST_CHUNK, PER_SAMPLE_FLOATS // parameters)
         individual = self.cell.method.family == "individual"
         with contextlib.ExitStack() as stack:
             loader: DataLoader[Any] = self.loader
