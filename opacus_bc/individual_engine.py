@@ -12,6 +12,7 @@ from opacus_bc import batch_norm as bn
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.alc import ALC
 from opacus_bc.clip_rules import sample_rule
+from opacus_bc.guards import check_individual
 from opacus_bc.individual import IndividualClippingOptimizer
 from opacus_bc.noise import TorchNoise
 from opacus_bc.release_engine import ReleaseEngine, is_distributed
@@ -64,6 +65,7 @@ class IndividualEngine(ReleaseEngine):
                 "noise from torch generators, none of which is cryptographic"
             )
         self._check_accountant(sampling)
+        check_individual(max_grad_norm, data_loader, clipping=clipping)
         if clipping == "adaptive":
             check_adaptive(self.accountant.mechanism(), sampling)
         policy = bn.make_policy(

@@ -47,12 +47,14 @@ class TorchNoise:
     """Noise from torch generators, one for each device, or from the one generator the user passed.
 
     **Edge cases**: a user's generator on another device than the parameters draws there and moves the noise.
+    After a fork the child starts streams of its own: noise that two processes share could be subtracted.
     """
 
     secure = False
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self._given = generator
+        self._pid = os.getpid()
         self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
         self._seed = fresh_seed() if generator is None else 0
 
@@ -60,6 +62,9 @@ class TorchNoise:
         """One of the generators that serve ``device``."""
         if self._given is not None:
             return self._given
+        if os.getpid() != self._pid:
+            self._pid = os.getpid()
+            self.reseed(int.from_bytes(os.urandom(8), "little") >> 1)
         key = (device, number)
         if key not in self._streams:
             generator = torch.Generator(device=device)
@@ -126,8 +131,16 @@ def _add_in_pieces(flat: Tensor, std: float, generator: torch.Generator) -> None
         part.add_(piece[: len(part)].normal_(0.0, std, generator=generator))
 
 
-def secure_generator() -> Generator:
-    """A numpy generator over AES in counter mode, keyed with 128 bits of the operating system's entropy.
+def secure_key() -> int:
+    """128 bits of the operating system's entropy."""
+    return int.from_bytes(os.urandom(16), "little")
+
+
+def secure_generator(key: int | None = None) -> Generator:
+    """A numpy generator over AES in counter mode.
+
+    Args:
+        key: What ranks have agreed on; None draws one.
 
     Raises:
         ImportError: ``randomgen`` is not installed (extra ``secure``).
@@ -138,7 +151,7 @@ def secure_generator() -> Generator:
         raise ImportError(
             "secure_mode=True needs the package randomgen: pip install 'opacus-bc[secure]'"
         ) from error
-    return np.random.Generator(AESCounter(key=int.from_bytes(os.urandom(16), "little")))
+    return np.random.Generator(AESCounter(key=secure_key() if key is None else key))
 
 
 class SecureNoise:
@@ -153,8 +166,8 @@ class SecureNoise:
 
     secure = True
 
-    def __init__(self) -> None:
-        self._generator = secure_generator()
+    def __init__(self, key: int | None = None) -> None:
+        self._generator = secure_generator(key)
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:

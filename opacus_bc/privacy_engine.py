@@ -20,6 +20,7 @@ from opacus_bc.clipping import check_positive
 from opacus_bc.individual_engine import IndividualEngine
 from opacus_bc.layer_report import LayerReport, layer_report
 from opacus_bc.noise import SecureNoise
+from opacus_bc.optimizer import check_optimizer
 from opacus_bc.release_engine import bare, is_distributed
 from opacus_bc.run import Run
 from opacus_bc.sampling import resolve_sampling
@@ -132,6 +133,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if check_positive("noise_multiplier", noise_multiplier, zero_allowed=True) == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=2)
+        check_optimizer(optimizer)
         config = as_alc(alc)
         if config is not None:
             distributed = is_distributed(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from opacus_bc._opacus import (
     StockPrivacyEngine,
 )
 from opacus_bc.clipping import check_positive
+from opacus_bc.guards import COPIES, drop_non_finite_samples, refuse_copies
 from opacus_bc.norm_types import PolicyLayer
 from opacus_bc.private_statistics import (
     PrivateKeeper,
@@ -35,7 +36,12 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
 
     _runs: list[Run]
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(COPIES)
+
     def _start(self, run: Run) -> None:
+        refuse_copies(run.optimizer)
+        drop_non_finite_samples(run.optimizer)
         run.policy.watch(run.optimizer.original_optimizer)
         run.optimizer.original_optimizer.register_step_post_hook(run.count_step)
         self._runs.append(run)

@@ -1,0 +1,116 @@
+"""Guards for whatever optimizer an engine hands out: no NaN out of a sample, no copies, no bad arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from opacus_bc._opacus import DPOptimizer
+from opacus_bc.block_optimizer import BlockOptimizer
+from opacus_bc.clipping import check_positive
+
+COPIES = (
+    "a private optimizer or engine cannot be copied or pickled: a copy would repeat its noise. Save its "
+    "state_dict(), and call make_private anew on a copy of the model"
+)
+
+
+def check_individual(max_grad_norm: object, data_loader: DataLoader[Any], *, clipping: str) -> None:
+    """Refuse what Opacus's own modes would take without a word, or fail on much later.
+
+    Raises:
+        ValueError: Names the argument and says what would be right.
+    """
+    dataset = data_loader.dataset
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise ValueError("the data set has 0 samples, at least 1 is needed")
+    if clipping != "per_layer":
+        check_positive("max_grad_norm", max_grad_norm)
+        return
+    if not isinstance(max_grad_norm, (list, tuple)):
+        raise ValueError(
+            "clipping='per_layer' needs max_grad_norm as a list with a bound for each trainable parameter, "
+            f"got {max_grad_norm!r}"
+        )
+    for place, bound in enumerate(max_grad_norm):
+        check_positive(f"max_grad_norm[{place}]", bound)
+
+
+def refuse_copies(optimizer: DPOptimizer) -> None:
+    """Let neither ``copy.deepcopy`` nor ``pickle`` near a private optimizer.
+
+    A copy would repeat its noise, so that two releases could be subtracted from each other. (torch patches
+    the class of an optimizer that it restores, after which no DPOptimizer in the process can step any more.)
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        raise TypeError(COPIES)
+
+    optimizer.__reduce_ex__ = refuse
+
+
+def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
+    """Let a sample whose gradient is not finite count as zero in Opacus's own optimizers.
+
+    Opacus multiplies it by a clip factor of 0 or NaN, which turns all weights into NaN: a release without
+    noise that such a sample took part.
+
+    **Formal guarantee**: the clipped sum stays a sum of one vector of norm <= C for every sample, each a
+    function of that sample alone.
+
+    **Edge cases**: ghost clipping forms no per-sample gradients; there a sum that is not finite is a
+    RuntimeError before anything changes. Finite gradients whose sum overflows count as zero too.
+    """
+    if isinstance(optimizer, BlockOptimizer):
+        return  # counts them as zero itself
+    if hasattr(optimizer, "accumulate"):
+        _guard_ghost(optimizer)
+        return
+    clip = optimizer.clip_and_accumulate
+
+    def checked() -> None:
+        chunks = [_chunks(getattr(p, "grad_sample", None)) for p in optimizer.params]
+        for parts in zip(*chunks, strict=False):
+            _zero_rows(parts)
+        clip()
+
+    optimizer.clip_and_accumulate = checked
+
+
+def _chunks(grad_sample: Tensor | list[Tensor] | None) -> list[Tensor]:
+    if grad_sample is None:
+        return []  # Opacus has a word for that
+    return grad_sample if isinstance(grad_sample, list) else [grad_sample]
+
+
+@torch.no_grad()
+def _zero_rows(parts: tuple[Tensor, ...]) -> None:
+    """Set the rows of all tensors to zero where one of them is not finite, in place."""
+    device = parts[0].device
+    sums = [g.reshape(len(g), -1).sum(1).isfinite().to(device) for g in parts if len(g)]
+    if not sums:
+        return
+    finite = torch.stack(sums).all(0)
+    if not finite.all():
+        for g in parts:
+            g[~finite.to(g.device)] = 0.0
+
+
+def _guard_ghost(optimizer: DPOptimizer) -> None:
+    accumulate = optimizer.accumulate
+
+    def checked() -> None:
+        if not all(bool(p.grad.isfinite().all()) for p in optimizer.params if p.grad is not None):
+            for p in optimizer.params:
+                p.grad = None
+            raise RuntimeError(
+                "a gradient of this batch is not finite, and ghost clipping cannot tell whose: clean the "
+                "data, or use grad_sample_mode='hooks', where such a sample counts as zero"
+            )
+        accumulate()
+
+    optimizer.accumulate = checked
