@@ -22,6 +22,7 @@ from opacus_bc import accounting
 from opacus_bc.accounting.events import check_count, check_number, check_sigma
 from opacus_bc.audit.command import audit
 from opacus_bc.experiments.compare import compare
+from opacus_bc.experiments.reproduction.command import reproduce
 
 Sampling = Literal["poisson", "partition", "shuffle"]
 
@@ -304,6 +305,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "epsilon": epsilon,
     "calibrate": calibrate,
     "compare": compare,
+    "reproduce": reproduce,
     "audit": audit,
 }
 

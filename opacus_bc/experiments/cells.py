@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from opacus_bc.experiments.methods import Method
+from opacus_bc.experiments.models import Norm
+from opacus_bc.experiments.store import LATER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,12 @@ class Cell:
         lr_decay: Factor on the learning rate after each epoch.
         clip_decay: Factor on the clip bound after each epoch (Opacus's ``ExponentialGradClip``).
         augment: Whether the paper's random crops and flips are applied.
+        norm: What stands in the place of the model's BatchNorm.
+        limit: Training images that are used (public and private together), and test images at most.
+        published: Trained as the paper's experiments are, which is not private: see
+            `opacus_bc.experiments.as_published`.
+        lr_on_plateau: Whether the learning rate only decays after an epoch whose test accuracy did not rise.
+        record_norms: Whether the layers' gradient norms on public data are kept for every epoch.
     """
 
     method: Method
@@ -50,6 +58,11 @@ class Cell:
     lr_decay: float = 1.0
     clip_decay: float = 1.0
     augment: bool = False
+    norm: Norm = field(default="batch", metadata=LATER)
+    limit: int | None = field(default=None, metadata=LATER)
+    published: bool = field(default=False, metadata=LATER)
+    lr_on_plateau: bool = field(default=False, metadata=LATER)
+    record_norms: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         given = (self.epsilon is not None) + (self.noise_multiplier is not None)
@@ -59,3 +72,5 @@ class Cell:
                 f"method {self.method.name!r} takes {wanted}, got epsilon={self.epsilon!r} and "
                 f"noise_multiplier={self.noise_multiplier!r}"
             )
+        if self.published and self.noise_multiplier is None:
+            raise ValueError("published=True has no budget: give noise_multiplier, and a method with noise")

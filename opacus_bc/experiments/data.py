@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,30 @@ def load(
         mean=mean,
         std=std,
         crop_padding=crop,
+    )
+
+
+def limited(data: Data, limit: int | None) -> Data:
+    """The same data set with at most ``limit`` training images, public and private together, and as many
+    test images at most; None leaves it whole.
+
+    >>> small = limited(load("digits"), 200)
+    >>> len(small.private), len(small.public), len(small.test)
+    (180, 20, 200)
+    """
+    total = len(data.private) + len(data.public)
+    if limit is None or limit >= total:
+        return data
+    public = max(1, round(limit * len(data.public) / total))
+
+    def first(part: TensorDataset, count: int) -> TensorDataset:
+        return TensorDataset(*(tensor[:count] for tensor in part.tensors))
+
+    return replace(
+        data,
+        private=first(data.private, limit - public),
+        public=first(data.public, public),
+        test=first(data.test, limit),
     )
 
 

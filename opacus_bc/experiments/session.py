@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from opacus_bc import ALC, BatchMemoryManager, PrivacyEngine, PublicStatistics
+from opacus_bc.experiments.as_published import published
 from opacus_bc.experiments.cells import Cell
 from opacus_bc.experiments.data import Data, augment
 from opacus_bc.experiments.models import build
@@ -59,7 +60,7 @@ class Training:
         """One pass over the private data, in physical batches."""
         parameters = sum(p.numel() for p in self.model.parameters())
         limit = max(SMALLEST_CHUNK, PER_SAMPLE_FLOATS // parameters)
-        individual = self.cell.method.family == "individual"
+        individual = self.engine is not None and self.cell.method.family == "individual"
         with contextlib.ExitStack() as stack:
             loader: DataLoader[Any] = self.loader
             if individual and limit < 2 * self.cell.batch_size:  # Poisson batches vary
@@ -104,9 +105,10 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.plain_optimizer.load_state_dict(state["optimizer"])
         self.lr_schedule.load_state_dict(state["lr_schedule"])
-        if self.engine is None:
+        if self.optimizer is self.plain_optimizer:
             return
-        self.engine.accountant.load_state_dict(state["accountant"])
+        if self.engine is not None:
+            self.engine.accountant.load_state_dict(state["accountant"])
         self.optimizer.max_grad_norm = state["clip"]
         adaptive, keeper = _adaptive(self.optimizer), _constants(self.engine)
         if adaptive is not None:
@@ -134,7 +136,7 @@ def prepare(cell: Cell, data: Data) -> Training:
     """Build the model and make it private as the cell says."""
     torch.manual_seed(cell.seed)
     method = cell.method
-    model = build(cell.model, in_channels=data.in_channels, num_classes=data.num_classes)
+    model = build(cell.model, norm=cell.norm, in_channels=data.in_channels, num_classes=data.num_classes)
     if method.group_norm:
         model = ModuleValidator.fix(model)
     plain = _optimizer(cell, model)
@@ -147,7 +149,9 @@ def prepare(cell: Cell, data: Data) -> Training:
     forward: Any = model
     optimizer: Any = plain
     engine: PrivacyEngine | None = None
-    if method.private:
+    if cell.published:
+        optimizer, loader = published(cell, data, model, plain, streams)
+    elif method.private:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             engine = PrivacyEngine()

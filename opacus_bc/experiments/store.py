@@ -9,13 +9,17 @@ import hashlib
 import io
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 FORMAT = 1  # raised when old results can no longer be read or compared
+# Metadata of a field that was added later: at its default it leaves a configuration's key what it was.
+LATER: Mapping[str, bool] = MappingProxyType({"later": True})
 
 
 def key(config: Any) -> str:
@@ -25,8 +29,19 @@ def key(config: Any) -> str:
     >>> key(Setting(batch_size=8, lr=0.1)) == key(Setting(batch_size=8, lr=0.1, clip=1.0))
     True
     """
-    text = json.dumps({"format": FORMAT, type(config).__name__: asdict(config)}, sort_keys=True)
+    text = json.dumps({"format": FORMAT, type(config).__name__: _described(config)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _described(value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    found = {field: getattr(value, field.name) for field in fields(value)}
+    return {
+        field.name: _described(held)
+        for field, held in found.items()
+        if not (field.metadata.get("later") and held == field.default)
+    }
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc.clipping import Adjacency, noise_against_individual_clipping
@@ -26,6 +27,10 @@ from opacus_bc.experiments.data import Data
 from opacus_bc.experiments.noise_to_signal import noise_to_signal, release_blocks
 from opacus_bc.experiments.session import Training, prepare
 from opacus_bc.experiments.store import read_checkpoint, write_checkpoint
+from opacus_bc.layer_groups import by_parameter
+from opacus_bc.layer_norms import loss_gradient, mean_group_norms, parameter_norms
+
+_NORM_MINI_SETS = 8  # averaged when layer norms are recorded: a curve of epochs, not a clip bound
 
 
 def accuracy(model: nn.Module, part: TensorDataset) -> float:
@@ -45,6 +50,8 @@ def train(
     *,
     checkpoint: Path | None = None,
     on_epoch: Callable[[int], None] = lambda epoch: None,
+    on_partial: Callable[[dict[str, Any]], None] | None = None,
+    keep_last: bool = False,
 ) -> dict[str, Any]:
     """Train a cell and report; continues from ``checkpoint`` if that file exists.
 
@@ -54,80 +61,142 @@ def train(
         checkpoint: Rewritten after each epoch; whoever keeps the result may delete it.
         on_epoch: Called with the number of epochs done, at the start (what a checkpoint brought) and after
             each one.
+        on_partial: Called after each epoch but the last with what is known so far; see `_facts`.
+        keep_last: Whether a checkpoint is also written after the last epoch, so that the same cell with more
+            epochs can go on from there (where neither noise nor schedules depend on their number).
 
     Returns:
         Plain numbers, strings and lists, ready for JSON; see `_report`.
     """
     training = prepare(cell, data)
     accuracies: list[float] = []
+    norms: list[dict[str, float]] = []
     seconds = 0.0
     kept = None if checkpoint is None else read_checkpoint(checkpoint)
     if kept is not None:
         training.load_state_dict(kept["training"])
         accuracies, seconds = list(kept["accuracies"]), float(kept["seconds"])
+        norms = list(kept.get("norms", []))
     on_epoch(len(accuracies))
     for epoch in range(len(accuracies), cell.epochs):
         start = time.perf_counter()
         training.reseed(epoch)
         for x, y in training.batches():
             training.step(x, y)
-        training.lr_schedule.step()
-        if training.clip_schedule is not None:
-            training.clip_schedule.step()
         seconds += time.perf_counter() - start
         accuracies.append(accuracy(training.model, data.test))
-        if checkpoint is not None and epoch + 1 < cell.epochs:
+        if cell.record_norms:
+            norms.append(_layer_norms(training, epoch))
+        if not cell.lr_on_plateau or _stalled(accuracies):
+            training.lr_schedule.step()
+        if training.clip_schedule is not None:
+            training.clip_schedule.step()
+        if checkpoint is not None and (keep_last or epoch + 1 < cell.epochs):
             state = {"training": training.state_dict(), "accuracies": accuracies, "seconds": seconds}
-            write_checkpoint(checkpoint, state)
+            write_checkpoint(checkpoint, state | ({"norms": norms} if norms else {}))
+        if on_partial is not None and epoch + 1 < cell.epochs:
+            on_partial(_facts(training, accuracies, seconds, norms))
         on_epoch(epoch + 1)
-    return _report(training, accuracies, seconds)
+    return _report(training, accuracies, seconds, norms)
 
 
-def _report(training: Training, accuracies: list[float], seconds: float) -> dict[str, Any]:
-    """The result of a finished run.
+def _stalled(accuracies: list[float]) -> bool:
+    """Whether the last of at least three epochs did not raise the test accuracy."""
+    return len(accuracies) > 2 and accuracies[-1] <= accuracies[-2]
 
-    ``accuracies`` are test accuracies after each epoch, ``public_accuracy`` that of the last weights on the
-    public part (nothing was fitted to its labels; ``--tune`` selects by it), ``history`` what the accountant
-    holds, ``epsilon`` its certified upper bound (None where there is none).
+
+def _layer_norms(training: Training, epoch: int) -> dict[str, float]:
+    """Mean gradient norm of every tensor on public mini-sets of the size that a step uses."""
+    names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+    measured = parameter_norms(
+        training.model,
+        names,
+        loader=DataLoader(training.data.public, batch_size=training.cell.batch_size),
+        gradient=loss_gradient(F.cross_entropy),
+        mini_set_size=training.cell.batch_size,
+        count=_NORM_MINI_SETS,
+        seed=epoch,
+    )
+    means = mean_group_norms(measured, by_parameter(names)) if measured else {}
+    return {name: float(f"{value:.5g}") for name, value in means.items()}
+
+
+def _facts(
+    training: Training, accuracies: list[float], seconds: float, norms: list[dict[str, float]]
+) -> dict[str, Any]:
+    """What a run so far has brought.
+
+    ``accuracies`` are test accuracies after each epoch, ``history`` what the accountant holds, ``epsilon``
+    its certified upper bound (None where there is none).
     """
     cell, data, engine = training.cell, training.data, training.engine
     method = cell.method
     report: dict[str, Any] = {
         "cell": asdict(cell),
-        "accuracies": accuracies,
-        "public_accuracy": accuracy(training.model, data.public),
-        "seconds_per_epoch": seconds / max(1, cell.epochs),
-        "adjacency": method.adjacency,
+        "accuracies": list(accuracies),
+        "seconds_per_epoch": seconds / max(1, len(accuracies)),
+        "adjacency": "none" if cell.published else method.adjacency,
         "private_size": len(data.private),
         "public_size": len(data.public),
         "test_size": len(data.test),
         "majority_share": _majority(data.test),
         "epsilon": None,
     }
+    if norms:
+        report["layer_norms"] = norms
+    if training.optimizer is training.plain_optimizer:
+        return report
+    blocks = release_blocks(training.optimizer, training.model)
+    report |= {
+        "protected": engine is not None and method.batch_norm != "unprotected",
+        "noise_multiplier": float(training.optimizer.noise_multiplier),
+        "groups": len(blocks),
+    }
     if engine is None:
         return report
     epsilon = engine.get_epsilon(cell.delta, allow_unprotected=True)
-    blocks = release_blocks(training.optimizer, training.model)
-    unit = 1 if method.clipping == "flat" else method.mini_set or cell.batch_size
-    report |= {
+    return report | {
         "epsilon": epsilon if math.isfinite(epsilon) else None,
-        "protected": method.batch_norm != "unprotected",
-        "noise_multiplier": float(training.optimizer.noise_multiplier),
         "sigma_eff": float(
             getattr(training.optimizer, "effective_noise_multiplier", training.optimizer.noise_multiplier)
         ),
-        "groups": len(blocks),
         "noise_factor": 1.0
         if method.clipping == "flat"
-        else noise_against_individual_clipping(unit, adjacency=cast(Adjacency, method.adjacency)),
+        else noise_against_individual_clipping(_unit(cell), adjacency=cast(Adjacency, method.adjacency)),
         "history": [list(entry) for entry in engine.accountant.history],
     }
-    vectors = cell.batch_size // unit
-    plain = engine.finalize(training.forward)  # type: ignore[arg-type]  # Opacus's wrapper or the module
+
+
+def _report(
+    training: Training, accuracies: list[float], seconds: float, norms: list[dict[str, float]]
+) -> dict[str, Any]:
+    """The result of a finished run: `_facts`, and what is measured on its last weights.
+
+    ``public_accuracy`` is that on the public part (nothing was fitted to its labels; ``--tune`` selects by
+    it), ``layers`` the noise-to-signal ratios.
+    """
+    cell, data = training.cell, training.data
+    report = _facts(training, accuracies, seconds, norms)
+    report["public_accuracy"] = accuracy(training.model, data.public)
+    if training.optimizer is training.plain_optimizer:
+        return report
+    plain = training.model
+    if training.engine is not None:
+        plain = training.engine.finalize(training.forward)  # type: ignore[arg-type]  # Opacus's wrapper too
     report["layers"] = noise_to_signal(
-        plain, blocks, data.public, unit=unit, vectors=vectors, batch_statistics=method.clipping == "batch"
+        plain,
+        release_blocks(training.optimizer, training.model),
+        data.public,
+        unit=_unit(cell),
+        vectors=cell.batch_size // _unit(cell),
+        batch_statistics=cell.method.clipping == "batch",
     )
     return report
+
+
+def _unit(cell: Cell) -> int:
+    """Samples that are clipped together."""
+    return 1 if cell.method.clipping == "flat" else cell.method.mini_set or cell.batch_size
 
 
 def _majority(part: TensorDataset) -> float:

@@ -1,0 +1,108 @@
+"""Our version of a figure: accuracy over epochs, and along the figure's axis next to the paper's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opacus_bc.experiments import plots
+from opacus_bc.experiments.reproduction.results import Results, Row, rows_of
+from opacus_bc.experiments.reproduction.runs import family
+from opacus_bc.experiments.reproduction.specs import Spec, cell_of
+
+_DASHES = {"paper": "-", "code": ":", "sound": "--", "unprotected": "-."}
+
+
+def draw(spec: Spec, results: Results, folder: Path) -> Path | None:
+    """Draw a figure from what is kept; None if there is nothing."""
+    rows = [row for row in rows_of(spec, results) if row.curves]
+    if not rows:
+        return None
+    norms = _recorded(spec, results)
+    along = any(row.run.x is not None for row in rows)
+    figure = plots._figure(11.0 if along or norms else 6.4, 4.4)
+    axes = figure.subplots(1, 2 if along or norms else 1, squeeze=False)[0]
+    _over_epochs(axes[0], rows)
+    if norms:
+        _norms(axes[1], norms)
+    elif along:
+        _along_axis(axes[1], spec, rows)
+    figure.suptitle(f"{spec.title} ({spec.where})", fontsize="medium")
+    path = folder / f"{spec.id}.png"
+    figure.savefig(path, dpi=plots.DPI)
+    return path
+
+
+def _unique(rows: Sequence[Row]) -> list[Row]:
+    """One row a curve: several published numbers make several rows of one run."""
+    longest: dict[tuple[str, str, int | None], Row] = {}
+    for row in sorted(rows, key=lambda row: row.epoch):
+        longest[row.run.label, row.variant, row.limit] = row
+    return sorted(longest.values(), key=lambda row: rows.index(row))
+
+
+def _over_epochs(axes: Any, rows: Sequence[Row]) -> None:
+    labels = list(dict.fromkeys(row.run.label for row in rows))
+    for row in _unique(rows):
+        mean = np.mean(np.array(row.curves), axis=0)
+        note = f", {row.limit:,} images" if row.limit else ""
+        axes.plot(
+            np.arange(1, row.epoch + 1), mean, marker="o" if row.epoch == 1 else None,
+            color=plots._style(labels.index(row.run.label))["color"], linestyle=_DASHES[row.variant],
+            label=f"{row.run.label}, {row.variant if row.run.mode != 'none' else 'no privacy'}{note}",
+        )  # fmt: skip
+    for row in rows:
+        if row.paper is not None:
+            colour = plots._style(labels.index(row.run.label))["color"]
+            axes.plot(row.paper.epoch, row.paper.value, marker="*", color=colour, markersize=9)
+    axes.set(xlabel="epoch", ylabel="test accuracy, % (stars: the paper)")
+    axes.legend(fontsize="x-small", framealpha=0.7)
+    plots._tidy(axes)
+
+
+def _along_axis(axes: Any, spec: Spec, rows: Sequence[Row]) -> None:
+    placed = [row for row in _unique(rows) if row.run.x is not None]
+    for variant in dict.fromkeys(row.variant for row in placed):
+        for limit in dict.fromkeys(row.limit for row in placed):
+            points = [(row.run.x, row.ours) for row in placed if (row.variant, row.limit) == (variant, limit)]
+            if points:
+                note = f", {limit:,} images" if limit else ""
+                axes.plot(*zip(*points, strict=True), "o", label=f"ours, {variant}{note}")
+    stars = sorted({(row.run.x, row.paper.value) for row in rows if row.run.x is not None and row.paper})
+    if stars:
+        axes.plot(*zip(*stars, strict=True), "k*", markersize=9, label="the paper")
+    if len({row.run.x for row in placed}) > 1:
+        axes.set_xscale("log")
+    axes.set(xlabel=spec.axis, ylabel="test accuracy at the last epoch, %")
+    axes.legend(fontsize="x-small", framealpha=0.7)
+    plots._tidy(axes)
+
+
+def _recorded(spec: Spec, results: Results) -> list[dict[str, float]]:
+    for run in spec.runs:
+        for result in results.get(family(cell_of(spec, run, "paper")), []):
+            if result.get("layer_norms"):
+                found: list[dict[str, float]] = result["layer_norms"]
+                return found
+    return []
+
+
+def _norms(axes: Any, norms: Sequence[dict[str, float]]) -> None:
+    colours = {"conv": "#0072b2", "norm": "#d55e00", "shortcut": "#009e73", "fc": "#444444"}
+    for kind, colour in colours.items():
+        names = [
+            name for name in norms[0]
+            if kind in name and not (kind in ("conv", "norm") and "shortcut" in name)
+        ]  # fmt: skip
+        for index, name in enumerate(names):
+            axes.plot(
+                range(1, len(norms) + 1), [epoch.get(name, np.nan) for epoch in norms],
+                color=colour, alpha=0.6, linewidth=0.9, label=kind if index == 0 else None,
+            )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set(xlabel="epoch", ylabel="gradient norm of a tensor (public mini-sets)")
+    axes.legend(fontsize="x-small")
+    plots._tidy(axes)

@@ -1,0 +1,97 @@
+"""The page's numbers: whatever stands between markers is written from kept results, the words stay.
+
+A marker is an HTML comment, so that the page reads as ordinary Markdown:
+
+    <!-- table fig11 -->...<!-- end -->      a figure's or a sheet's table
+    <!-- summary -->...<!-- end -->          every number that the paper prints
+    <!-- value guarantees.eps_2.5 -->...<!-- end -->   one computed fact, inside a sentence
+    <!-- state -->...<!-- end -->            what was run
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from opacus_bc.experiments.reproduction import tables
+from opacus_bc.experiments.reproduction.registry import SPECS
+from opacus_bc.experiments.reproduction.results import Results, rows_of, slow_norms
+from opacus_bc.experiments.reproduction.sheets import SHEETS
+from opacus_bc.experiments.store import write_atomically
+
+_MARKER = re.compile(r"(<!-- (table|value|summary|state)(?: ([\w.]+))? -->)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, results: Results) -> str:
+    """The page with every marked part written anew.
+
+    Raises:
+        ValueError: A marker names something that does not exist, or is not closed.
+    """
+    if text.count("<!-- end -->") != len(_MARKER.findall(text)):
+        raise ValueError("the page has a marker that is unknown or not closed by <!-- end -->")
+
+    def fill(found: re.Match[str]) -> str:
+        opening, kind, name, _, closing = found.groups(default="")
+        content = _content(kind, name, results)
+        return opening + (content if kind == "value" else f"\n\n{content}\n\n") + closing
+
+    return _MARKER.sub(fill, text)
+
+
+def _content(kind: str, name: str, results: Results) -> str:
+    if kind == "summary":
+        return tables.summary_table(results)
+    if kind == "state":
+        return _state(results)
+    if kind == "table" and name in SPECS:
+        return tables.spec_table(SPECS[name], results)
+    if kind == "table" and name in SHEETS:
+        return tables.sheet_table(SHEETS[name])
+    sheet, _, key = name.partition(".")
+    if kind == "value" and sheet in SHEETS:
+        for fact in SHEETS[sheet].facts:
+            if fact.key == key:
+                return tables.number(fact.ours())
+    raise ValueError(f"the page has a marker '{kind} {name}': there is no such {kind}")
+
+
+def _state(results: Results) -> str:
+    """How many runs there are, how long they are, and what became of the paper's numbers."""
+    everything = [result for group in results.values() for result in group]
+    epochs = sum(len(result["accuracies"]) for result in everything)
+    printed = [
+        row for spec in SPECS.values() for row in rows_of(spec, results) if row.paper and row.ours is not None
+    ]
+    counts = {
+        verdict: sum(row.verdict == verdict for row in printed)
+        for verdict in ("reached", "above", "below", "partial run")
+    }
+    words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    lines = [
+        f"{len(everything)} runs with {epochs:,} epochs in all are kept. Of {len(printed)} rows with a "
+        f"number of ours and one of the paper's: {words} (a partial run has fewer epochs or images)."
+    ]
+    for result in everything:
+        if result.get("layer_norms"):
+            slow, total = slow_norms(result)
+            lines.append(
+                f"Figure 1: after {len(result['accuracies'])} epochs {slow} of {total} tensors keep more "
+                "than half of their first gradient norm."
+            )
+    return " ".join(lines)
+
+
+def refresh(path: Path, results: Results) -> bool:
+    """Write the page's marked parts anew; returns whether anything changed.
+
+    Raises:
+        ValueError: The page does not exist or has a marker that makes no sense.
+    """
+    if not path.is_file():
+        raise ValueError(f"--page {path}: no such file; the words of the page are not generated")
+    before = path.read_text(encoding="utf-8")
+    after = render(before, results)
+    if after != before:
+        write_atomically(path, after.encode())
+    return after != before

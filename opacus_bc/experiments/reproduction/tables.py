@@ -1,0 +1,147 @@
+"""Tables of ours | paper | difference, for a terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from opacus_bc.experiments.reproduction.facts import Fact, Sheet, Value
+from opacus_bc.experiments.reproduction.registry import SPECS
+from opacus_bc.experiments.reproduction.results import Results, Row, check, rows_of
+from opacus_bc.experiments.reproduction.sheets import SHEETS
+from opacus_bc.experiments.reproduction.specs import DEFAULT, Published, Spec, Variant
+
+HEAD = ("run", "variant", "epochs", "ours, %", "best epoch, %", "paper, %", "difference", f"ε (δ = {1e-5:g})")
+FACT_HEAD = ("fact", "ours", "paper", "difference")
+NONE = "–"
+
+
+def number(value: Value) -> str:
+    """A figure with four digits, or words.
+
+    >>> number(7317848.67), number(62.0), number(0.52128), number("no")
+    ('7.318e+06', '62', '0.5213', 'no')
+    """
+    if isinstance(value, str):
+        return value
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
+
+
+def published(paper: Published | None) -> str:
+    """The paper's number as it prints it."""
+    if paper is None:
+        return NONE
+    return f"≈ {paper.value:g}" if paper.about else f"{paper.value:.2f}"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as words, in the order of `HEAD`."""
+    goal = row.paper.epoch if row.paper else row.spec.epochs
+    images = f", {row.limit:,} images" if row.limit else ""
+    spread = f" ± {row.spread:.1f}" if row.spread is not None else ""
+    return (
+        row.run.label,
+        row.variant if row.run.mode != "none" else {"code": "code"}.get(row.variant, "no privacy"),
+        f"{row.epoch}/{goal}{images}" if row.epoch else f"0/{goal}",
+        NONE if row.ours is None else f"{row.ours:.2f}{spread}",
+        NONE if row.best is None else f"{row.best:.2f}",
+        published(row.paper),
+        NONE if row.difference is None else f"{row.difference:+.2f}" + ("" if row.comparable else " *"),
+        _privacy(row),
+    )
+
+
+def _privacy(row: Row) -> str:
+    if row.epsilon is not None:
+        return number(row.epsilon)
+    return NONE if row.privacy == "certified" else row.privacy
+
+
+def fact_cells(fact: Fact) -> tuple[str, ...]:
+    """A fact as words, in the order of `FACT_HEAD`."""
+    ours = fact.ours()
+    difference = NONE
+    if isinstance(ours, float) and isinstance(fact.paper, float):
+        difference = f"{ours - fact.paper:+.2g}" if ours != fact.paper else "0"
+    elif fact.paper is not None and isinstance(ours, str):
+        difference = "same" if ours == fact.paper else "differs"
+    return (fact.name, number(ours), NONE if fact.paper is None else number(fact.paper), difference)
+
+
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+
+
+def shown(rows: Iterable[Row]) -> list[Row]:
+    """Rows that were run, and those of the default variants whose number the paper prints."""
+    return [row for row in rows if row.ours is not None or (row.paper and row.variant in DEFAULT)]
+
+
+def spec_table(spec: Spec, results: Results) -> str:
+    """A figure's table and claims in Markdown."""
+    rows = rows_of(spec, results)
+    lines = [markdown(HEAD, map(cells, shown(rows)))]
+    lines += [f"\n- {claim.words}: {words}." for claim, words in claims_of(spec, rows)]
+    return "\n".join(lines)
+
+
+def claims_of(spec: Spec, rows: Sequence[Row]) -> list[tuple[Any, str]]:
+    """Every claim of a figure, and what the variants that were run say about it."""
+    variants: list[Variant] = list(dict.fromkeys(row.variant for row in rows if row.ours is not None))
+    found = []
+    for claim in spec.claims:
+        answers = {variant: check(claim, rows, variant) for variant in variants}
+        said = {variant: words for variant, words in answers.items() if words != "not run"}
+        if set(said.values()) == {"in words only"} or not (claim.above or claim.at_most):
+            found.append((claim, "a curve in the paper; see our picture"))
+        else:
+            found.append((claim, "; ".join(f"{v}: {words}" for v, words in said.items()) or "not run"))
+    return found
+
+
+def sheet_table(sheet: Sheet) -> str:
+    """A sheet in Markdown."""
+    return markdown(FACT_HEAD, map(fact_cells, sheet.facts))
+
+
+def summary_table(results: Results) -> str:
+    """Every number that the paper prints, and where ours stands."""
+    body = []
+    for spec in SPECS.values():
+        for row in rows_of(spec, results):
+            if row.paper is not None and (row.ours is not None or row.variant in DEFAULT):
+                values = cells(row)
+                body.append((spec.id, *values[:4], values[5], values[6], row.verdict))
+    return markdown(("figure", *HEAD[:4], HEAD[5], HEAD[6], "verdict"), body)
+
+
+def listing() -> list[tuple[str, str, str, str, str]]:
+    """Everything in the registry: id, place, what, runs, printed numbers."""
+    figures = [
+        (
+            spec.id,
+            spec.where,
+            f"{spec.model}, {spec.dataset}: {spec.title}",
+            str(len(spec.runs)),
+            ", ".join(
+                dict.fromkeys(f"{run.label}: {published(paper)}" for run in spec.runs for paper in run.paper)
+            )
+            or "curves only",
+        )
+        for spec in SPECS.values()
+    ]
+    sheets = [
+        (
+            sheet.id,
+            sheet.where,
+            sheet.title,
+            NONE,
+            ", ".join(f"{number(fact.paper)}" for fact in sheet.facts if fact.paper is not None),
+        )
+        for sheet in SHEETS.values()
+    ]
+    return figures + sheets
