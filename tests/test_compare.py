@@ -104,8 +104,10 @@ def test_a_second_run_trains_and_measures_nothing(finished: Path, monkeypatch: p
 
 def test_plain_sgd_costs_as_much_as_plain_sgd(finished: Path) -> None:
     rows = {row["name"]: row for row in json.loads((finished / "compare.json").read_text())["rows"]}
-    assert rows["no-dp"]["time"] == pytest.approx(1.0, abs=0.5)
-    assert rows["no-dp"]["memory"] == pytest.approx(1.0, abs=0.1)
+    assert rows["no-dp"]["time"] == 1
+    assert rows["no-dp"]["memory"] == 1
+    for row in rows.values():
+        assert 0 < row["time_low"] <= row["time"] <= row["time_high"]
     assert rows["opacus"]["memory"] > 2, "per-sample gradients take memory"
     assert all(row["peak_mib"] > 0 for row in rows.values())
 

@@ -129,10 +129,13 @@ def page(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
         if row.protected
     }
     body = []
+    before: float | None = None
     for row in comparison.rows:
+        new = " first" if row.budget != before else ""
+        before = row.budget
         wins = row.protected and best[row.budget, row.adjacency] == row.mean
         columns = "".join(f"<td>{html.escape(text)}</td>" for text in cells(row))
-        body.append(f'<tr class="{row.family}{" best" if wins else ""}">{columns}</tr>')
+        body.append(f'<tr class="{row.family}{new}{" best" if wins else ""}">{columns}</tr>')
     figures = "".join(_picture(title, path.read_bytes()) for title, path in pictures.items())
     failed = "".join(
         f"<li>{html.escape(name)} failed: {html.escape(reason)}</li>"
