@@ -14,9 +14,11 @@ import re
 from pathlib import Path
 
 from opacus_bc.experiments.reproduction import tables
+from opacus_bc.experiments.reproduction.facts import Sheet
 from opacus_bc.experiments.reproduction.registry import SPECS
 from opacus_bc.experiments.reproduction.results import Results, rows_of, slow_norms
 from opacus_bc.experiments.reproduction.sheets import SHEETS
+from opacus_bc.experiments.reproduction.specs import Spec
 from opacus_bc.experiments.store import write_atomically
 
 _MARKER = re.compile(r"(<!-- (table|value|summary|state)(?: ([\w.]+))? -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -45,15 +47,19 @@ def _content(kind: str, name: str, results: Results) -> str:
     if kind == "state":
         return _state(results)
     if kind == "table" and name in SPECS:
-        return tables.spec_table(SPECS[name], results)
+        return _title(SPECS[name]) + tables.spec_table(SPECS[name], results)
     if kind == "table" and name in SHEETS:
-        return tables.sheet_table(SHEETS[name])
+        return _title(SHEETS[name]) + tables.sheet_table(SHEETS[name])
     sheet, _, key = name.partition(".")
     if kind == "value" and sheet in SHEETS:
         for fact in SHEETS[sheet].facts:
             if fact.key == key:
                 return tables.number(fact.ours())
     raise ValueError(f"the page has a marker '{kind} {name}': there is no such {kind}")
+
+
+def _title(part: Spec | Sheet) -> str:
+    return f"**{part.id}: {part.title}** ({part.where})\n\n"
 
 
 def _state(results: Results) -> str:

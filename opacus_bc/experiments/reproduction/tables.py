@@ -109,14 +109,21 @@ def sheet_table(sheet: Sheet) -> str:
 
 
 def summary_table(results: Results) -> str:
-    """Every number that the paper prints, and where ours stands."""
-    body = []
+    """Every number that the paper prints and that we have one for, where ours stands, and what is missing."""
+    body: list[tuple[str, ...]] = []
+    missing: dict[str, None] = {}
     for spec in SPECS.values():
         for row in rows_of(spec, results):
-            if row.paper is not None and (row.ours is not None or row.variant in DEFAULT):
+            if row.paper is None:
+                continue
+            if row.ours is not None:
                 values = cells(row)
                 body.append((spec.id, *values[:4], values[5], values[6], row.verdict))
-    return markdown(("figure", *HEAD[:4], HEAD[5], HEAD[6], "verdict"), body)
+            elif row.variant in DEFAULT:
+                missing[spec.id] = None
+    table = markdown(("figure", *HEAD[:4], HEAD[5], HEAD[6], "verdict"), body)
+    left = f"\n\nStill without some of its printed numbers: {', '.join(missing)}." if missing else ""
+    return (table if body else "Nothing has been run yet.") + left
 
 
 def listing() -> list[tuple[str, str, str, str, str]]:
