@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opacus_bc.alc import ALC, finest_layers, nominal_rule
 from opacus_bc.clipping import Adjacency, Block, Unit
+from opacus_bc.distributed import Ranks
 from opacus_bc.layer_groups import by_norm
 from opacus_bc.layer_norms import loss_gradient, mean_group_norms, parameter_norms
 from opacus_bc.layerwise import floored
@@ -54,6 +55,7 @@ class AdaptiveClipping:
         steps_per_epoch: What ``refresh="epoch"`` means.
         gradients_per_step: Units clipped in a step.
         criterion: Loss for the default gradient.
+        ranks: Processes that must have the same bounds.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class AdaptiveClipping:
         steps_per_epoch: int,
         gradients_per_step: int,
         criterion: Callable[..., Tensor] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.module = module
         self.mini_set_size = mini_set_size
         self.period = steps_per_epoch if isinstance(config.refresh, str) else config.refresh
@@ -134,6 +138,9 @@ class AdaptiveClipping:
                 seed=self.estimations,
                 frozen=self.frozen,
             )
+        if self.ranks is not None:
+            rows = self.ranks.agree_on_rows([[norms[name] for name in self._names] for norms in measured])
+            measured = [dict(zip(self._names, row, strict=True)) for row in rows]
         if not measured:
             return False
         layers = mean_group_norms(measured, self.layers)

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.random import Generator
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -21,8 +23,24 @@ from opacus_bc.clipping import (
     effective_noise_multiplier,
     noise_against_individual_clipping,
 )
+from opacus_bc.distributed import (
+    Ranks,
+    attach,
+    check_data_parallel,
+    data_parallel,
+    part_for,
+    ranks_of,
+)
 from opacus_bc.loader import PrivateDataLoader
-from opacus_bc.noise import NoiseSource, SecureNoise, TorchNoise, sampling_generator
+from opacus_bc.noise import (
+    NoiseSource,
+    SecureNoise,
+    TorchNoise,
+    fresh_seed,
+    sampling_generator,
+    secure_generator,
+    secure_key,
+)
 from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
 from opacus_bc.release_engine import ReleaseEngine, bare, is_distributed
 from opacus_bc.run import Run
@@ -68,16 +86,20 @@ class BatchEngine(ReleaseEngine):
         policy = bn.make_policy(plain, batch_norm, private_loader=data_loader)
         if policy.private and self.accountant.mechanism() == "gdp":
             raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
-        draws = make_draws(
-            plan, data_loader, sampling_generator(secure=self.secure_mode, generator=data_loader.generator)
-        )
+        wrapper = data_parallel(module)
+        ranks = None
+        if wrapper is not None:
+            check_data_parallel(wrapper, sampling=sampling, policy=policy.name)
+            ranks = ranks_of(wrapper)
+            ranks.check_same("make_private's arguments", plan, noise_multiplier, clip_bound, loss_reduction)
+        randomness = self._batch_randomness(ranks, noise_generator, data_loader.generator)
+        draws = make_draws(plan, data_loader, randomness[0])
         self._remember(data_loader)
 
         policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
         with policy.withdrawn_on_error():
-            rule = mini_set_rule(alc, plain, optimizer, plan=plan, criterion=criterion)
-        loader = PrivateDataLoader(data_loader, draws=draws)
-        noise: NoiseSource = self._secure_noise or TorchNoise(noise_generator)
+            rule = mini_set_rule(alc, plain, optimizer, plan=plan, criterion=criterion, ranks=ranks)
+        loader = PrivateDataLoader(data_loader, draws=draws, part=part_for(plan, ranks))
         private = BatchClippingOptimizer(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -85,11 +107,13 @@ class BatchEngine(ReleaseEngine):
             clip_rule=rule,
             ledger=loader.ledger,
             mini_sets=plan.mini_sets,
-            noise=noise,
+            noise=randomness[1],
             parameter_names={p: name for name, p in plain.named_parameters()},
             loss_reduction=loss_reduction,
         )
         private.accounting_hook = self._accounting_hook(plan)
+        if wrapper is not None and ranks is not None:
+            private.reduction = attach(wrapper, ranks, loader.ledger, plan, mean=loss_reduction == "mean")
         self._start(
             Run(
                 policy=policy,
@@ -101,6 +125,7 @@ class BatchEngine(ReleaseEngine):
                 mini_set_size=plan.mini_set_size,
                 alc_loader=None if alc is None else alc.public_loader,
                 draws=draws,
+                ranks=ranks,
             )
         )
         logger.info(
@@ -109,6 +134,23 @@ class BatchEngine(ReleaseEngine):
             noise_against_individual_clipping(plan.mini_set_size, adjacency=plan.adjacency),
         )
         return module, private, loader
+
+    def _batch_randomness(
+        self,
+        ranks: Ranks | None,
+        noise_generator: torch.Generator | None,
+        loader_generator: torch.Generator | None,
+    ) -> tuple[Generator, NoiseSource]:
+        """Who draws the batches and who the noise; on several ranks the same ones everywhere."""
+        if ranks is None:
+            generator = sampling_generator(secure=self.secure_mode, generator=loader_generator)
+            return generator, self._secure_noise or TorchNoise(noise_generator)
+        if self.secure_mode:
+            return secure_generator(ranks.agree(secure_key())), SecureNoise(ranks.agree(secure_key()))
+        generator = np.random.Generator(np.random.Philox(ranks.agree(fresh_seed(loader_generator))))
+        noise = TorchNoise()
+        noise.reseed(ranks.agree(fresh_seed(noise_generator)))
+        return generator, noise
 
     def _remember(self, data_loader: DataLoader[Any]) -> None:
         if self.dataset is not None and self.dataset is not data_loader.dataset:
@@ -141,7 +183,7 @@ def check_batch_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
     """
     if isinstance(module, AbstractGradSampleModule):
         raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
-    if is_distributed(module):
+    if is_distributed(module) and data_parallel(module) is None:
         raise ValueError(
             f"clipping='batch' does not support {type(module).__name__} yet: pass the plain module"
         )

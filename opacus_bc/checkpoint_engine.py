@@ -50,10 +50,11 @@ class CheckpointEngine(ReleaseEngine):
         0600): whoever holds that file knows past and future noise, so do not hand it out. It serves a
         bit-exact resume only. With ``secure_mode=True`` it is never written.
 
-        **Edge cases**: a pass that is under way is continued by the first pass after the resume (a shuffled
-        one starts anew and is booked as a new pass). Where a batch has been drawn and not used, no resume
-        could be exact: a warning says so, and no generator states are written. Two continuations of one
-        checkpoint that are both looked at have spent both; no accountant sees that.
+        **Edge cases**: of several ranks rank 0 writes, and its file serves all of them. A pass that is under
+        way is continued by the first pass after the resume (a shuffled one starts anew and is booked as a new
+        pass). Where a batch has been drawn and not used, no resume could be exact: a warning says so, and no
+        generator states are written. Two continuations of one checkpoint that are both looked at have spent
+        both; no accountant sees that.
 
         Args:
             path: Where to; an open binary file is possible, without atomicity and generator states.
@@ -74,6 +75,8 @@ class CheckpointEngine(ReleaseEngine):
         run = self._run_of(module, optimizer)
         if run is not None:
             run.policy.check_buffers()
+            if run.ranks is not None and run.ranks.rank != 0:
+                return
         schedulers = (noise_scheduler, grad_clip_scheduler, lr_scheduler)
         extra = {
             **(checkpoint_dict or {}),
@@ -154,6 +157,9 @@ class CheckpointEngine(ReleaseEngine):
             check_run_state(run, state)
         self._check_history(content["privacy_accountant_state_dict"])
         secret = ck.read_secret(path, own["id"]) if own and not self.secure_mode else None
+        if run is not None and run.ranks is not None:
+            run.ranks.check_same("the checkpoint", own["id"] if own else None)
+            secret = secret if run.ranks.all(secret is not None) else None
         parts = _Parts(
             module=module,
             optimizer=optimizer,

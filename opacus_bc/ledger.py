@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+CHUNKS_OVER_RANKS = (
+    "ranks would make different numbers of backwards: BatchMemoryManager does not go with "
+    "DistributedDataParallel; use more ranks or a smaller batch"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
@@ -21,6 +26,7 @@ class Delivery:
         ends_set: Whether it completes the mini-set.
         ends_draw: Whether it completes the draw.
         placeholder: The draw had no deliverable mini-set; the gradient of this batch is discarded.
+        share: Share of the mini-set, where several processes work on one together.
     """
 
     serial: int
@@ -30,6 +36,7 @@ class Delivery:
     ends_set: bool
     ends_draw: bool
     placeholder: bool
+    share: float = 1.0
 
 
 def _nobody() -> None:

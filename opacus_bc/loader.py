@@ -17,17 +17,24 @@ import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from opacus_bc._opacus import StockBatchMemoryManager
-from opacus_bc.ledger import Delivery, DrawLedger
-from opacus_bc.sampling import SMALLEST_MINI_SET, Draw, DrawSource, SamplingPlan
+from opacus_bc.ledger import CHUNKS_OVER_RANKS, Delivery, DrawLedger
+from opacus_bc.sampling import Draw, DrawSource, Part, SamplingPlan, whole_draw
 
 
 class DrawSampler(Sampler[list[int]]):
     """Batch sampler that hands a draw's mini-sets (or chunks of them) to a DataLoader, one by one."""
 
-    def __init__(self, draws: DrawSource, ledger: DrawLedger, max_size: int | None = None) -> None:
+    def __init__(
+        self,
+        draws: DrawSource,
+        ledger: DrawLedger,
+        max_size: int | None = None,
+        part: Callable[[Draw], Part] = whole_draw,
+    ) -> None:
         self.draws = draws
         self.ledger = ledger
         self.max_size = max_size
+        self.part = part
 
     def __len__(self) -> int:
         plan = self.draws.plan
@@ -44,8 +51,8 @@ class DrawSampler(Sampler[list[int]]):
     def _mini_sets(self, pass_index: int, steps: int) -> Iterator[list[int]]:
         for draw in islice(self.draws, steps):
             serial = self.ledger.next_serial()
-            mini_sets, placeholder = deliverable(draw)
-            for j, mini_set in enumerate(mini_sets):
+            part = self.part(draw)
+            for j, mini_set in enumerate(part.mini_sets):
                 chunks = self._chunks(mini_set)
                 for c, chunk in enumerate(chunks):
                     ends_set = c == len(chunks) - 1
@@ -56,8 +63,9 @@ class DrawSampler(Sampler[list[int]]):
                             size=len(chunk),
                             set_size=len(mini_set),
                             ends_set=ends_set,
-                            ends_draw=ends_set and j == len(mini_sets) - 1,
-                            placeholder=placeholder,
+                            ends_draw=ends_set and j == len(part.mini_sets) - 1,
+                            placeholder=part.placeholder,
+                            share=part.share,
                         )
                     )
                     yield chunk
@@ -67,17 +75,6 @@ class DrawSampler(Sampler[list[int]]):
             return [mini_set]
         parts = np.array_split(np.asarray(mini_set), math.ceil(len(mini_set) / self.max_size))
         return [part.tolist() for part in parts]
-
-
-def deliverable(draw: Draw) -> tuple[Draw, bool]:
-    """The mini-sets large enough to be delivered, or a placeholder if there is none.
-
-    A mini-set that is too small contributes zero, which is a function of that mini-set alone, so the
-    sensitivity stays what it was. The placeholder only keeps the user's loop going: its gradient is
-    discarded, and the step is noised, taken and accounted.
-    """
-    kept = [mini_set for mini_set in draw if len(mini_set) >= SMALLEST_MINI_SET]
-    return (kept, False) if kept else ([list(range(SMALLEST_MINI_SET))], True)
 
 
 class _AnnouncedCollate:
@@ -108,8 +105,10 @@ class PrivateDataLoader(DataLoader[Any]):
         draws: DrawSource,
         ledger: DrawLedger | None = None,
         max_physical_batch_size: int | None = None,
+        part: Callable[[Draw], Part] = whole_draw,
     ) -> None:
         self.draws = draws
+        self.part = part
         self.ledger = ledger or DrawLedger()
         self.ledger.loader_workers = data_loader.num_workers
         collate = data_loader.collate_fn
@@ -117,7 +116,7 @@ class PrivateDataLoader(DataLoader[Any]):
             collate = collate.collate
         super().__init__(
             dataset=data_loader.dataset,
-            batch_sampler=DrawSampler(draws, self.ledger, max_physical_batch_size),
+            batch_sampler=DrawSampler(draws, self.ledger, max_physical_batch_size, part),
             num_workers=data_loader.num_workers,
             collate_fn=_AnnouncedCollate(collate, self.ledger),
             pin_memory=data_loader.pin_memory,
@@ -154,10 +153,18 @@ class PrivateDataLoader(DataLoader[Any]):
             yield batch
 
     def with_max_physical_batch_size(self, size: int) -> PrivateDataLoader:
-        """The same draws, delivered in chunks of at most ``size`` samples."""
+        """The same draws, delivered in chunks of at most ``size`` samples.
+
+        Raises:
+            ValueError: ``size`` is no whole number, or several ranks share the draws.
+        """
+        if self.part is not whole_draw:
+            raise ValueError(CHUNKS_OVER_RANKS)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"max_physical_batch_size must be a whole number >= 1, got {size!r}")
-        return PrivateDataLoader(self, draws=self.draws, ledger=self.ledger, max_physical_batch_size=size)
+        return PrivateDataLoader(
+            self, draws=self.draws, ledger=self.ledger, max_physical_batch_size=size, part=self.part
+        )
 
 
 class BatchMemoryManager(StockBatchMemoryManager):  # type: ignore[misc]  # Opacus is untyped

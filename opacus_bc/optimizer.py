@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from opacus_bc.clipping import (
     clip_coefficients,
     scale_,
 )
-from opacus_bc.ledger import Delivery, DrawLedger
+from opacus_bc.ledger import CHUNKS_OVER_RANKS, Delivery, DrawLedger
 from opacus_bc.noise import NoiseSource
 
 
@@ -43,6 +43,18 @@ class _OpenDraw:
     @property
     def names(self) -> list[str]:
         return [name for block in self.blocks for name in block.names]
+
+
+class Reduction(Protocol):
+    """How several processes make one release."""
+
+    def check(self, delivery: Delivery) -> None:
+        """Refuse a gradient that is not what must be clipped."""
+        ...
+
+    def finish_(self, clipped: Sequence[Tensor]) -> None:
+        """Turn this process's sum of clipped vectors into that of all, in place."""
+        ...
 
 
 class BatchClippingOptimizer(BlockOptimizer):
@@ -101,6 +113,7 @@ class BatchClippingOptimizer(BlockOptimizer):
         self._draw: _OpenDraw | None = None
         self._released_blocks: list[Block] = []
         self.accounting_hook: Callable[[BatchClippingOptimizer], None] | None = None
+        self.reduction: Reduction | None = None
         self._cleared: set[nn.Parameter] = set()
         self._drop_gradients()  # whatever was computed before belongs to no draw
         ledger.on_delivery(self._drop_gradients)
@@ -131,6 +144,8 @@ class BatchClippingOptimizer(BlockOptimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Called by Opacus's BatchMemoryManager before it fetches a chunk."""
+        if self.reduction is not None:
+            raise RuntimeError(CHUNKS_OVER_RANKS)
         self.ledger.announce_chunk(ends_set=not do_skip)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -163,6 +178,8 @@ class BatchClippingOptimizer(BlockOptimizer):
             Whether the draw is complete, so that the underlying optimizer may step.
         """
         delivery = self.ledger.outstanding()
+        if self.reduction is not None:
+            self.reduction.check(delivery)
         draw = self._open(delivery)
         if not delivery.placeholder:
             self._check_gradients(draw)
@@ -247,6 +264,8 @@ class BatchClippingOptimizer(BlockOptimizer):
         release = draw.clipped_sum
         if release is None:  # nothing was deliverable, or nothing was finite
             release = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in draw.params]
+        if self.reduction is not None:
+            self.reduction.finish_(release)
         for value, std in zip(release, stds, strict=True):
             self.noise.add_(value, std)
         draw.clipped_sum = None

@@ -68,13 +68,17 @@ def draw_fresh_randomness(run: Run | None) -> None:
         generator.manual_seed(_entropy())
     noise = getattr(run.optimizer, "noise", None)
     if isinstance(noise, TorchNoise):
-        noise.reseed(_entropy())
+        noise.reseed(_agreed_entropy(run))
     if isinstance(_bit_generator(run.draws), np.random.Philox):
-        _bit_generator(run.draws).state = np.random.Philox(_entropy()).state
+        _bit_generator(run.draws).state = np.random.Philox(_agreed_entropy(run)).state
 
 
 def _entropy() -> int:
     return int.from_bytes(os.urandom(8), "little") >> 1
+
+
+def _agreed_entropy(run: Run) -> int:
+    return _entropy() if run.ranks is None else run.ranks.agree(_entropy())
 
 
 def _given(run: Run) -> list[torch.Generator]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.batch_norm import BatchNormPolicy
+from opacus_bc.distributed import Ranks
 from opacus_bc.sampling import DrawSource, Sampling
 
 
@@ -26,6 +27,7 @@ class Run:
         mini_set_size: Samples that are clipped together.
         alc_loader: The public data of adaptive layerwise clipping, if it is in use.
         draws: Where the steps' draws come from, with batch clipping.
+        ranks: The processes that train together, if there are several.
         steps: How often the underlying optimizer has moved the weights.
     """
 
@@ -38,6 +40,7 @@ class Run:
     mini_set_size: int = 1
     alc_loader: DataLoader[Any] | None = None
     draws: DrawSource | None = None
+    ranks: Ranks | None = None
     steps: int = 0
 
     def count_step(self, *_: Any) -> None:

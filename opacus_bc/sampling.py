@@ -59,6 +59,37 @@ class SamplingPlan:
         return "add/remove one" if self.kind == "poisson" else "replace one"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What a process does of a draw.
+
+    Attributes:
+        mini_sets: What it delivers, one after the other; never empty.
+        placeholder: Whether it stands for nothing and its gradient is discarded.
+        share: This process's share of the (only) mini-set that several processes work on together.
+    """
+
+    mini_sets: Draw
+    placeholder: bool
+    share: float = 1.0
+
+
+def placeholder() -> list[int]:
+    """Indices that keep a loop going where nothing is deliverable; what they compute is discarded."""
+    return list(range(SMALLEST_MINI_SET))
+
+
+def whole_draw(draw: Draw) -> Part:
+    """The mini-sets large enough to be delivered, or a placeholder if there is none.
+
+    A mini-set that is too small contributes zero, which is a function of that mini-set alone, so the
+    sensitivity stays what it was. The placeholder only keeps the user's loop going: its gradient is
+    discarded, and the step is noised, taken and accounted.
+    """
+    kept = [mini_set for mini_set in draw if len(mini_set) >= SMALLEST_MINI_SET]
+    return Part(mini_sets=kept or [placeholder()], placeholder=not kept)
+
+
 class DrawSource(Protocol):
     """Yields the draws of one pass each time it is iterated."""
 

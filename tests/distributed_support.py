@@ -1,0 +1,306 @@
+"""What the ranks of a test do: real processes over gloo, started by :func:`launch`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import blobs, engine
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_bc import ALC
+
+HERE = Path(__file__).parent
+RANKS = 2
+
+
+def launch(scenario: str, folder: Path, *, ranks: int = RANKS) -> list[subprocess.Popen[str]]:
+    """Start the ranks of a scenario; each writes ``<scenario>.<ranks>.<rank>.pt`` into ``folder``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(HERE.parent),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, scenario, str(folder)],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def results(scenario: str, folder: Path, *, ranks: int = RANKS, timeout: float = 240) -> list[Any]:
+    """Run a scenario to its end and return what each rank found."""
+    processes = launch(scenario, folder, ranks=ranks)
+    outputs = []
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return [torch.load(result_path(scenario, folder, ranks, r), weights_only=True) for r in range(ranks)]
+
+
+def result_path(scenario: str, folder: Path, ranks: int, rank: int) -> Path:
+    return folder / f"{scenario}.{ranks}.{rank}.pt"
+
+
+def network(*, norm: bool = False, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    middle: list[nn.Module] = [nn.BatchNorm1d(8)] if norm else []
+    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+class Training:
+    """One rank's (or one process's) part of a run."""
+
+    def __init__(
+        self,
+        *,
+        parallel: bool,
+        norm: bool = False,
+        dtype: torch.dtype = torch.float64,
+        steps_per_epoch: int = 10,
+        samples: int = 120,
+        lr: float = 0.1,
+        secure: bool = False,
+        wrap: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        rank = dist.get_rank() if parallel else 0
+        self.dtype = dtype
+        model = network(norm=norm, dtype=dtype)
+        if parallel:
+            model = DistributedDataParallel(model, **(wrap or {}))
+        torch.manual_seed(1 + rank)  # ranks differ in their own streams, as they do in practice
+        self.engine = engine(secure_mode=secure)
+        self.model, self.optimizer, self.loader = self.engine.make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+            data_loader=DataLoader(blobs(samples, seed=2), batch_size=samples // steps_per_epoch),
+            **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, "clipping": "batch", **kwargs},
+        )
+        self.empty = 0
+
+    def steps(self, count: int) -> Training:
+        taken = 0
+        while True:
+            for x, y in self.loader:
+                self.optimizer.zero_grad()
+                output = self.model(x.to(self.dtype))
+                nn.functional.cross_entropy(output, y, reduction=self.optimizer.loss_reduction).backward()
+                delivery = self.loader.ledger.outstanding()
+                self.empty += delivery.placeholder or delivery.share == 0
+                self.optimizer.step()
+                taken += delivery.ends_draw
+                if taken == count:
+                    return self
+
+    def found(self) -> dict[str, Any]:
+        plain = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        plain.eval()
+        with torch.no_grad():
+            output = plain(blobs(16, seed=5).tensors[0].to(self.dtype))
+        return {
+            "weights": torch.cat([p.detach().flatten() for p in plain.parameters()]),
+            "output": output,
+            "epsilon": self.engine.get_epsilon(1e-5),
+            "steps": len(self.engine.accountant),
+            "empty": self.empty,
+            "history": list(self.engine.accountant.history),
+        }
+
+
+def public() -> DataLoader[Any]:
+    x, y = blobs(64, seed=9).tensors
+    return DataLoader(TensorDataset(x.double(), y), batch_size=16)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "bc": {},
+    "bc, sum": {"loss_reduction": "sum"},
+    "bc, float32": {"dtype": torch.float32},
+    "bc, partition": {"sampling": "partition"},
+    "bc, bucket views": {"wrap": {"gradient_as_bucket_view": True}},
+    "bc, small batches": {"steps_per_epoch": 60},
+    "gbc": {"mini_batch_size": 3},
+    "gbc, float32": {"mini_batch_size": 3, "dtype": torch.float32},
+    "gbc, few": {"mini_batch_size": 2, "samples": 40, "steps_per_epoch": 10},
+    "alc": {"alc": 3},
+}
+
+
+def make(name: str, *, parallel: bool) -> Training:
+    kwargs = dict(RUNS[name])
+    if "alc" in kwargs:
+        kwargs["alc"] = ALC(public(), refresh=kwargs["alc"])
+    if not parallel:
+        kwargs.pop("wrap", None)
+    return Training(parallel=parallel, **kwargs)
+
+
+def same_draws(training: Training, seed: int = 11) -> Training:
+    """Streams that one process and two ranks have in common."""
+    import numpy as np
+
+    training.loader.draws.generator.bit_generator.state = np.random.Philox(seed).state
+    if hasattr(training.loader.draws, "mini_sets"):
+        order = np.random.default_rng(seed).permutation(training.loader.plan.dataset_size)
+        total = len(training.loader.draws.mini_sets)
+        training.loader.draws.mini_sets = [part.tolist() for part in np.array_split(order, total)]
+    training.optimizer.noise.reseed(seed)
+    return training
+
+
+def compare() -> dict[str, Any]:
+    return {name: same_draws(make(name, parallel=True)).steps(25).found() for name in RUNS}
+
+
+def own_streams() -> dict[str, Any]:
+    """Fifty steps with what make_private set up itself, BatchNorm and empty parts included."""
+    runs = {
+        "bc": {"norm": True, "batch_norm": public(), "steps_per_epoch": 40},
+        "gbc": {"norm": True, "alc": ALC(public(), refresh=7), "mini_batch_size": 2, "samples": 40},
+        "secure bc": {"secure": True, "steps_per_epoch": 40},
+        "secure gbc": {"secure": True, "mini_batch_size": 4},
+    }
+    return {name: Training(parallel=True, **kwargs).steps(50).found() for name, kwargs in runs.items()}
+
+
+def bad_data() -> dict[str, Any]:
+    """One sample of the other rank's part is not a number: the whole batch counts as zero, on every rank."""
+    found = {}
+    for name, kwargs in {"bc": {}, "gbc": {"mini_batch_size": 3}}.items():
+        training = same_draws(Training(parallel=True, **{"noise_multiplier": 0.0, **kwargs}))
+        before = training.found()["weights"]
+        for x, y in training.loader:
+            loss = nn.functional.cross_entropy(training.model(x.double()), y)
+            (loss * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
+            training.optimizer.step()
+            if len(training.engine.accountant) == 1:
+                break
+        found[name] = training.found()["weights"] - before
+    return found
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refusals() -> dict[str, Any]:
+    def own_hook() -> None:
+        model = DistributedDataParallel(network())
+        model.register_comm_hook(None, lambda state, bucket: bucket)
+        engine().make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(blobs(), batch_size=20),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            clipping="batch",
+        )
+
+    def unreduced() -> None:
+        training = Training(parallel=True)
+        x, y = next(iter(training.loader))
+        with training.model.no_sync():
+            nn.functional.cross_entropy(training.model(x.double()), y).backward()
+        training.optimizer.step()
+
+    def around_ddp() -> None:
+        training = Training(parallel=True)
+        x, y = next(iter(training.loader))
+        nn.functional.cross_entropy(training.model.module(x.double()), y).backward()
+        training.optimizer.step()
+
+    def chunks() -> None:
+        Training(parallel=True).loader.with_max_physical_batch_size(4)
+
+    return {
+        "own hook": _message(own_hook),
+        "shuffle": _message(lambda: Training(parallel=True, poisson_sampling=False)),
+        "no_sync": _message(unreduced),
+        "around ddp": _message(around_ddp),
+        "chunks": _message(chunks),
+        "private": _message(lambda: Training(parallel=True, norm=True, batch_norm="private")),
+        "different": _message(lambda: Training(parallel=True, noise_multiplier=1.0 + dist.get_rank())),
+    }
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    "compare": compare,
+    "own_streams": own_streams,
+    "bad_data": bad_data,
+    "refusals": refusals,
+}
+
+
+def killed(folder: Path) -> None:
+    """Save after five steps; rank 1 dies in the eighth, rank 0 must notice."""
+    training = Training(parallel=True).steps(5)
+    training.engine.save_checkpoint(
+        path=folder / "run.pt", module=training.model, optimizer=training.optimizer
+    )
+    training.steps(2)
+    if dist.get_rank() == 1:
+        os._exit(7)
+    try:
+        training.steps(20)
+    except RuntimeError as error:
+        print(f"noticed: {error}")
+        os._exit(3)
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    training = Training(parallel=True)
+    training.engine.load_checkpoint(
+        path=folder / "run.pt", module=training.model, optimizer=training.optimizer
+    )
+    return training.steps(5).found()
+
+
+def main(scenario: str, folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    if scenario == "killed":
+        killed(folder)
+        return
+    found: dict[str, Any] = {}
+    if scenario == "resumed":
+        found = resumed(folder)
+    else:  # one start for all of them: importing takes longer than running
+        found = {name: run() for name, run in SCENARIOS.items()}
+    torch.save(found, result_path(scenario, folder, dist.get_world_size(), dist.get_rank()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,111 @@
+"""DistributedDataParallel: two real processes release what one would, at the same epsilon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_support import RUNS, launch, make, results, same_draws
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opacus_bc.distributed import part_of_batch, part_of_mini_sets
+
+
+@given(st.integers(0, 30), st.integers(1, 6))
+def test_the_ranks_parts_of_a_batch_are_disjoint_and_make_it_up(n: int, size: int) -> None:
+    whole = [10 * i for i in range(n)]
+    parts = [part_of_batch([whole], rank=rank, size=size) for rank in range(size)]
+    if n < 2:
+        assert all(part.placeholder and part.share == 0 for part in parts)
+        return
+    used = [part for part in parts if part.share > 0]
+    assert sorted(i for part in used for i in part.mini_sets[0]) == whole
+    assert sum(part.share for part in used) == pytest.approx(1.0)
+    assert all(part.share == len(part.mini_sets[0]) / n for part in used)
+    assert all(len(part.mini_sets) == 1 and len(part.mini_sets[0]) >= 2 for part in parts)
+    assert not any(part.placeholder for part in parts)  # all ranks clip the reduced gradient
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 5))
+def test_every_mini_set_is_clipped_by_exactly_one_rank(sizes: list[int], size: int) -> None:
+    draw = [[100 * j + i for i in range(n)] for j, n in enumerate(sizes)]
+    parts = [part_of_mini_sets(draw, rank=rank, size=size) for rank in range(size)]
+    clipped = [mini_set for part in parts if not part.placeholder for mini_set in part.mini_sets]
+    assert sorted(clipped) == sorted(mini_set for mini_set in draw if len(mini_set) >= 2)
+    assert all(part.mini_sets for part in parts)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of two processes found in every scenario."""
+    return results("all", tmp_path_factory.mktemp("all"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_release_what_one_process_releases(name: str, ranks: Any) -> None:
+    compared = [rank["compare"] for rank in ranks]
+    # Noise included. Float64 sums differ in their order only; 25 steps let that grow.
+    alone = same_draws(make(name, parallel=False)).steps(25).found()
+    tolerance = 1e-5 if "float32" in name else 1e-11
+    for rank in compared:
+        together = rank[name]
+        difference = (together["weights"] - alone["weights"]).norm() / alone["weights"].norm()
+        assert difference <= tolerance
+        assert together["history"] == alone["history"]
+        assert together["epsilon"] == alone["epsilon"]
+    assert torch.equal(compared[0][name]["weights"], compared[1][name]["weights"])
+
+
+def test_some_ranks_had_nothing_to_do(ranks: Any) -> None:
+    compared = [rank["compare"] for rank in ranks]
+    # What the tests above rest on: placeholders did occur.
+    assert sum(rank["bc, small batches"]["empty"] for rank in compared) > 5
+    assert sum(rank["gbc, few"]["empty"] for rank in compared) > 0
+
+
+@pytest.mark.parametrize("name", ["bc", "gbc", "secure bc", "secure gbc"])
+def test_ranks_agree_after_fifty_steps_with_streams_of_their_own(name: str, ranks: Any) -> None:
+    first, second = (rank["own_streams"][name] for rank in ranks)
+    assert torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["output"], second["output"])  # BatchNorm's statistics too
+    assert first["epsilon"] == second["epsilon"]
+    assert first["steps"] == second["steps"] == 50
+    if "secure" not in name:
+        assert first["empty"] + second["empty"] > 0
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_counts_as_zero_on_all(ranks: Any) -> None:
+    first, second = (rank["bad_data"] for rank in ranks)
+    assert torch.equal(first["bc"], torch.zeros_like(first["bc"]))
+    assert torch.equal(second["bc"], torch.zeros_like(second["bc"]))
+    assert first["gbc"].norm() > 0  # rank 0's mini-sets are finite and count
+    assert torch.equal(first["gbc"], second["gbc"])
+
+
+def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:
+    for rank in (rank["refusals"] for rank in ranks):
+        assert "communication hook" in rank["own hook"]
+        assert "each rank's own order" in rank["shuffle"]
+        assert "not reduced over the ranks" in rank["no_sync"]
+        assert "not reduced over the ranks" in rank["around ddp"]
+        assert "BatchMemoryManager" in rank["chunks"]
+        assert rank["private"].startswith("NotImplementedError")
+        assert "must be the same on every rank" in rank["different"]
+
+
+def test_a_rank_that_dies_stops_the_other_and_the_checkpoint_goes_on(tmp_path: Path) -> None:
+    processes = launch("killed", tmp_path)
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [3, 7], outputs
+    assert "noticed" in outputs[0]
+    first, second = results("resumed", tmp_path)
+    assert first["steps"] == second["steps"] == 10
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["epsilon"] == second["epsilon"]
