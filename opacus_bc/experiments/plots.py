@@ -200,7 +200,7 @@ def tradeoff_curves(rows: Sequence[Row]) -> Any:
             mechanisms.setdefault((row.budget, coarse), []).append(row)
     if not mechanisms:
         return None
-    figure = _figure(8.4, 4.4)
+    figure = _figure(7.2, 4.2)
     at = figure.add_subplot()
     alpha = np.linspace(0, 1, 1001)
     at.plot(alpha, 1 - alpha, color="0.6", linestyle="--", linewidth=1.0, label="perfect privacy")
