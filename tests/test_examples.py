@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,15 @@ def test_finetuning_a_resnet_with_compile_and_autocast() -> None:
     printed = run(sys.executable, "examples/finetune_resnet.py", *small)
     assert "after 4 steps" in printed
     assert "test accuracy" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [[], ["--mini-batch-size", "16"]])
+def test_two_ranks_train_and_say_the_same_epsilon(mode: list[str]) -> None:
+    small = ["--samples", "512", "--batch-size", "64", "--epochs", "1", *mode]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = run(*launcher, "examples/train_ddp.py", *small)
+    found = re.findall(r"rank (\d): (epsilon .*?accuracy [\d.]+%)", printed)  # ranks may print into one line
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
+    assert found[0][1] == found[1][1]
+    assert "after 8 steps" in found[0][1]
