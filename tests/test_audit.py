@@ -71,6 +71,14 @@ def test_audited_figures_exceed_the_truth_at_most_at_the_stated_rate():
     assert too_high <= 36
 
 
+def test_a_threshold_is_judged_by_repetitions_that_did_not_choose_it():
+    """The half that chooses sees a perfect test, the half that judges sees nothing."""
+    present, absent = np.zeros(400), np.zeros(400)
+    present[::2] = 1.0
+    assert audit_scores(present, absent, HALF).audited_epsilon == 0.0
+    assert audit_scores(np.ones(400), absent, HALF).audited_epsilon > 3.0
+
+
 def test_rates_count_ties_as_alarms():
     scores = Scores(np.array([1.0, 2.0, 3.0]), np.array([0.0, 1.0, 2.0]))
     false_positive, false_negative = rates_at(scores, 1.0, 0.1)

@@ -2,7 +2,7 @@
 
 Hypothesis draws a *case*: blocks of layers (convolutions, linear layers, BatchNorm, attention, shared and
 frozen parameters), how they are clipped, drawn and normalised, the precision and the parameter groups. Every
-test is boxed in time: examples after ``FUZZ_SECONDS`` (default 8) seconds pass at once. ``FUZZ_SEED`` changes
+test is boxed in time: examples after ``FUZZ_SECONDS`` (default 5) seconds pass at once. ``FUZZ_SEED`` changes
 the examples, ``FUZZ_EXAMPLES`` their number; seed and box are printed, and hypothesis prints how to repeat a
 failure.
 """
@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_bc import ALC, PrivateDataLoader, accounting
 from opacus_bc.clipping import Block
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "8"))
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "5"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 SEED = int(os.environ.get("FUZZ_SEED", "20240"))
 CHANNELS, SIZE, CLASSES = 2, 4, 3
 

@@ -66,14 +66,17 @@ def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
         ),
         "empty batches": (
             audit_worst_case_loop,
-            {"toy": small, "copies": 3, "runs": max(50, runs // 4), "note": NO_SMALL_BATCHES},
+            {"toy": small, "copies": 3, "runs": max(40, runs // 5), "note": NO_SMALL_BATCHES},
         ),
         "mini-sets keep apart": (audit_chunks, {"runs": runs, "note": "one sample in front of all others"}),
         "BatchNorm, public statistics": (
             audit_buffers,
             {"policy": "public", "runs": max(50, runs // 2), "noise_multiplier": 8.0},
         ),
-        "BatchNorm, private statistics": (audit_buffers, {"policy": "private", "runs": runs}),
+        "BatchNorm, private statistics": (
+            audit_buffers,
+            {"policy": "private", "runs": runs, "noise_multiplier": 0.5},
+        ),
         "IC, one run": (
             audit_many_canaries,
             {"canaries": canaries, "steps": 50, "steps_per_epoch": 10, "noise_multiplier": 1.0},
@@ -126,7 +129,7 @@ def all_audits(*, quick: bool) -> dict[str, Audit]:
     return {
         **worst_cases(100_000 if quick else 1_000_000),
         "BC, two steps on one batch": second_step,
-        **whole_runs(200 if quick else 4000, 2000 if quick else 10_000),
+        **whole_runs(150 if quick else 4000, 2000 if quick else 10_000),
     }
 
 
