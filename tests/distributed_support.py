@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from support import blobs, engine
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -105,14 +106,17 @@ class Training:
         )
         self.empty = 0
 
-    def steps(self, count: int) -> Training:
+    def steps(self, count: int, *, spoiled_placeholders: bool = False) -> Training:
         taken = 0
         while True:
             for x, y in self.loader:
                 self.optimizer.zero_grad()
                 output = self.model(x.to(self.dtype))
-                nn.functional.cross_entropy(output, y, reduction=self.optimizer.loss_reduction).backward()
                 delivery = self.loader.ledger.outstanding()
+                loss = nn.functional.cross_entropy(output, y, reduction=self.optimizer.loss_reduction)
+                if spoiled_placeholders and (delivery.placeholder or delivery.share == 0):
+                    loss = loss * float("nan")
+                loss.backward()
                 self.empty += delivery.placeholder or delivery.share == 0
                 self.optimizer.step()
                 taken += delivery.ends_draw
@@ -206,6 +210,35 @@ def bad_data() -> dict[str, Any]:
     return found
 
 
+def spoiled() -> dict[str, Any]:
+    """What placeholders compute must not matter."""
+    runs = ("bc, small batches", "gbc, few")
+    return {
+        name: same_draws(make(name, parallel=True)).steps(25, spoiled_placeholders=True).found()
+        for name in runs
+    }
+
+
+def individual() -> dict[str, Any]:
+    """Individual clipping keeps Opacus's own wrapper, optimizer and sampler."""
+    model = DPDDP(network())
+    torch.manual_seed(1 + dist.get_rank())
+    ours = engine()
+    model, optimizer, loader = ours.make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(blobs(120, seed=2), batch_size=12),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"weights": weights, "epsilon": ours.get_epsilon(1e-5), "steps": len(ours.accountant)}
+
+
 def _message(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -258,6 +291,8 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "compare": compare,
     "own_streams": own_streams,
     "bad_data": bad_data,
+    "spoiled": spoiled,
+    "individual": individual,
     "refusals": refusals,
 }
 

@@ -85,6 +85,20 @@ def test_a_gradient_that_is_not_finite_on_one_rank_counts_as_zero_on_all(ranks: 
     assert torch.equal(first["gbc"], second["gbc"])
 
 
+def test_what_placeholders_compute_does_not_matter(ranks: Any) -> None:
+    for rank in ranks:
+        for name, found in rank["spoiled"].items():
+            assert found["empty"] == rank["compare"][name]["empty"]
+            assert torch.equal(found["weights"], rank["compare"][name]["weights"])
+
+
+def test_individual_clipping_keeps_opacus_own_data_parallel(ranks: Any) -> None:
+    first, second = (rank["individual"] for rank in ranks)
+    assert torch.equal(first["weights"], second["weights"])
+    assert (first["epsilon"], first["steps"]) == (second["epsilon"], second["steps"])
+    assert first["steps"] == 10
+
+
 def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:
     for rank in (rank["refusals"] for rank in ranks):
         assert "communication hook" in rank["own hook"]
