@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,8 @@ def test_wrong_values_get_one_line_and_exit_code_two(
 
 @pytest.mark.slow
 def test_the_quick_command_takes_less_than_a_minute_and_holds_everywhere() -> None:
+    start = time.process_time()
     results = run_audits(all_audits(quick=True), seed=1)
+    assert time.process_time() - start < 60  # of one core: a loaded machine does not count
     assert all(result.verdict == "holds" for result in results)
     assert all(result.audited_epsilon <= result.claimed_epsilon for result in results)
-    assert sum(result.seconds for result in results) < 120  # on one core, with room; two cores: a minute
