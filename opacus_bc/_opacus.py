@@ -9,6 +9,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks, register_grad_sampler
 from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
 from opacus.optimizers import (
+    AdaClipDPOptimizer,
     DPOptimizer,
     DPPerLayerOptimizer,
     SimpleDistributedPerLayerOptimizer,
@@ -22,6 +23,7 @@ from opacus.validators.errors import UnsupportedModuleError
 
 __all__ = [
     "AbstractGradSampleModule",
+    "AdaClipDPOptimizer",
     "DPOptimizer",
     "DPPerLayerOptimizer",
     "GradSampleHooks",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from opacus_bc._opacus import DPOptimizer
+from opacus_bc._opacus import AdaClipDPOptimizer, DPOptimizer
 from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.clipping import check_positive
 
@@ -62,6 +62,9 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
     **Formal guarantee**: the clipped sum stays a sum of one vector of norm <= C for every sample, each a
     function of that sample alone.
 
+    The sum shows it when there is one (NaN and infinity survive any clip factor), so finite batches cost one
+    look at the sum and nothing per sample.
+
     **Edge cases**: ghost clipping forms no per-sample gradients; there a sum that is not finite is a
     RuntimeError before anything changes. Finite gradients whose sum overflows count as zero too.
     """
@@ -71,14 +74,31 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
         _guard_ghost(optimizer)
         return
     clip = optimizer.clip_and_accumulate
+    # Its clipping also counts samples, so it must not be repeated: look at every gradient first.
+    always = isinstance(optimizer, AdaClipDPOptimizer)
 
     def checked() -> None:
-        chunks = [_chunks(getattr(p, "grad_sample", None)) for p in optimizer.params]
-        for parts in zip(*chunks, strict=False):
-            _zero_rows(parts)
+        params = optimizer.params
+        before = [None if p.summed_grad is None else p.summed_grad.clone() for p in params]
+        if always:
+            _zero_samples(params)
+        clip()
+        if always or all(bool(p.summed_grad.isfinite().all()) for p in params if p.summed_grad is not None):
+            return
+        for p, held in zip(params, before, strict=True):
+            p.summed_grad = held
+            for chunk in _chunks(p.grad_sample):
+                del chunk._processed
+        _zero_samples(params)
         clip()
 
     optimizer.clip_and_accumulate = checked
+
+
+def _zero_samples(params: Sequence[Any]) -> None:
+    chunks = [_chunks(getattr(p, "grad_sample", None)) for p in params]
+    for parts in zip(*chunks, strict=False):
+        _zero_rows(parts)
 
 
 def _chunks(grad_sample: Tensor | list[Tensor] | None) -> list[Tensor]:

@@ -120,6 +120,30 @@ def test_a_sample_that_is_not_finite_counts_as_zero_in_individual_clipping_too(m
     torch.testing.assert_close(*updates)
 
 
+@pytest.mark.parametrize("mode", ["IC", "IC per layer"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_chunk_that_is_not_finite_takes_nothing_from_the_chunks_before(mode: str, value: float) -> None:
+    x, y = blobs(8).tensors
+    poisoned = x.clone()
+    poisoned[5] = value
+    updates = []
+    for data, chunks in ((poisoned, [[0, 1, 2, 3], [4, 5, 6, 7]]), (x, [[0, 1, 2, 3], [4, 6, 7]])):
+        with pytest.warns(UserWarning, match="epsilon is infinite"):
+            _, model, optimizer, loader = make(
+                mode, TensorDataset(x, y), noise_multiplier=0.0, loss_reduction="sum"
+            )
+        next(iter(loader.batch_sampler))
+        before = weights(model)
+        for members in chunks:
+            optimizer.signal_skip_step(members is not chunks[-1])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data[members]), y[members], reduction="sum").backward()
+            optimizer.step()
+        updates.append(weights(model) - before)
+    assert updates[0].abs().sum() > 0
+    torch.testing.assert_close(*updates)
+
+
 def test_ghost_clipping_refuses_a_batch_that_is_not_finite_and_nothing_moves() -> None:
     x, y = blobs(40).tensors
     x = x.clone()
