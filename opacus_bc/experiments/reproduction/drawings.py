@@ -74,8 +74,11 @@ def _along_axis(axes: Any, spec: Spec, rows: Sequence[Row]) -> None:
     stars = sorted({(row.run.x, row.paper.value) for row in rows if row.run.x is not None and row.paper})
     if stars:
         axes.plot(*zip(*stars, strict=True), "k*", markersize=9, label="the paper")
-    if len({row.run.x for row in placed}) > 1:
+    places = sorted({row.run.x for row in rows if row.run.x is not None})
+    if len(places) > 1:
         axes.set_xscale("log")
+    axes.set_xticks(places, [f"{x:g}" for x in places])
+    axes.set_xticks([], minor=True)
     axes.set(xlabel=spec.axis, ylabel="test accuracy at the last epoch, %")
     axes.legend(fontsize="x-small", framealpha=0.7)
     plots._tidy(axes)
