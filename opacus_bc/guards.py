@@ -88,7 +88,7 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
         for p, held in zip(params, before, strict=True):
             p.summed_grad = held
             for chunk in _chunks(p.grad_sample):
-                del chunk._processed
+                chunk.__dict__.pop("_processed", None)  # Opacus's mark of a used gradient
         _zero_samples(params)
         clip()
 
