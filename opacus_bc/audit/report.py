@@ -29,7 +29,7 @@ LEGEND = (
     "ε at δ = {delta:g}. Audited figures are lower bounds at 95 % confidence: the first assumes nothing "
     "about the mechanism, the second that it is a sampled Gaussian whose noise is unknown. Ratio: audited "
     "over claimed, of μ for Gaussian claims, else of the second ε if there is one. A verdict against a claim "
-    "is given at 99.9 % confidence for all audits together."
+    "looks at its whole trade-off curve, at 99.9 % confidence for all audits together."
 )
 BEGIN, END = "<!-- audit table: begin -->", "<!-- audit table: end -->"
 
