@@ -110,6 +110,7 @@ def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:
         assert "must be the same on every rank" in rank["different"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_stops_the_other_and_the_checkpoint_goes_on(tmp_path: Path) -> None:
     processes = launch("killed", tmp_path)
     try:
