@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from opacus_bc.clipping import tensor_norms
 from opacus_bc.ledger import Delivery, DrawLedger
 from opacus_bc.sampling import SMALLEST_MINI_SET, Draw, Part, SamplingPlan, placeholder, whole_draw
 
@@ -172,11 +173,15 @@ def part_for(plan: SamplingPlan, ranks: Ranks | None) -> Callable[[Draw], Part]:
     return partial(split, rank=ranks.rank, size=ranks.size)
 
 
+_SAME = 1e-5  # norms of one and the same gradient, computed on different hardware
+
+
 class WeightedReduction:
     """BC: DDP's own reduction, each rank's gradient weighted by its share of the batch.
 
     **Formal guarantee**: after ``backward()`` every rank holds the gradient of the whole batch's loss, or the
-    step is refused; a rank with share zero adds exact zeros, whatever its placeholder computed.
+    step is refused on every rank before weights move; a rank with share zero adds exact zeros, whatever its
+    placeholder computed.
     """
 
     def __init__(self, ranks: Ranks, ledger: DrawLedger, *, mean: bool) -> None:
@@ -204,7 +209,19 @@ class WeightedReduction:
             )
 
     def finish_(self, clipped: Sequence[Tensor]) -> None:
-        """Nothing is left to do: all ranks have clipped the same gradient."""
+        """Refuse to release what differs between ranks: they add the same noise, which could be subtracted.
+
+        A second backward around DDP (an auxiliary loss on ``model.module``) would make such a difference.
+        """
+        norms = torch.tensor(tensor_norms(clipped), dtype=torch.float64, device=self.ranks.device)
+        extremes = torch.cat([norms, -norms])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.ranks.group)
+        largest, smallest = extremes[: len(norms)], -extremes[len(norms) :]
+        if bool((largest - smallest > _SAME * largest).any()):
+            raise RuntimeError(
+                "the clipped gradients differ from rank to rank: part of this batch's gradient was not "
+                "reduced. Make one backward a batch, through the DistributedDataParallel itself"
+            )
 
 
 def _reduce_weighted(state: WeightedReduction, bucket: Any) -> Any:

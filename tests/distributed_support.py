@@ -273,6 +273,13 @@ def refusals() -> dict[str, Any]:
         nn.functional.cross_entropy(training.model.module(x.double()), y).backward()
         training.optimizer.step()
 
+    def partly_reduced() -> None:
+        training = Training(parallel=True)
+        x, y = next(iter(training.loader))
+        nn.functional.cross_entropy(training.model(x.double()), y).backward()
+        nn.functional.cross_entropy(training.model.module(x.double()), y).backward()
+        training.optimizer.step()
+
     def chunks() -> None:
         Training(parallel=True).loader.with_max_physical_batch_size(4)
 
@@ -281,6 +288,7 @@ def refusals() -> dict[str, Any]:
         "shuffle": _message(lambda: Training(parallel=True, poisson_sampling=False)),
         "no_sync": _message(unreduced),
         "around ddp": _message(around_ddp),
+        "partly reduced": _message(partly_reduced),
         "chunks": _message(chunks),
         "private": _message(lambda: Training(parallel=True, norm=True, batch_norm="private")),
         "different": _message(lambda: Training(parallel=True, noise_multiplier=1.0 + dist.get_rank())),
