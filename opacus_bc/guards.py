@@ -79,6 +79,7 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
 
     def checked() -> None:
         params = optimizer.params
+        check_nothing_waits(params)
         before = [None if p.summed_grad is None else p.summed_grad.clone() for p in params]
         if always:
             _zero_samples(params)
@@ -93,6 +94,22 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
         clip()
 
     optimizer.clip_and_accumulate = checked
+
+
+def check_nothing_waits(params: Sequence[Any]) -> None:
+    """Refuse to clip while Opacus holds per-sample gradients back that the next batch would get.
+
+    Raises:
+        RuntimeError: A parameter has gradients of this batch and more of them that wait. (If it has none yet,
+            Opacus has a word for it.)
+    """
+    if any(hasattr(p, "_current_grad_sample") and p.grad_sample is not None for p in params):
+        for p in params:
+            p.__dict__.pop("_current_grad_sample", None)
+        raise RuntimeError(
+            "per-sample gradients of this batch were left behind on a parameter and would be added to the "
+            "next batch's: a layer ran forward and never backward"
+        )
 
 
 def _zero_samples(params: Sequence[Any]) -> None:

@@ -71,18 +71,27 @@ def constant_statistics_grad_sample(
 
 
 def _upstream_grads(before: Upstream, into_mean: Tensor, into_var: Tensor) -> dict[Tensor, Tensor]:
-    """Every sample's gradient of the layer before that goes through the statistics."""
+    """Every sample's gradient of the layer before that goes through the statistics.
+
+    **Formal guarantee**: nothing outlives the backward. Opacus collects a parameter's rows until the last
+    backward of the layer that owns it; rows that came later would wait for the next batch, so there are none.
+    """
     grads: dict[Tensor, Tensor] = {}
     weight, bias = before.layer.weight, before.layer.bias
     assert isinstance(weight, Tensor)
-    if weight.requires_grad:
+    if weight.requires_grad and _awaits_backward(weight):
         shape = into_mean.shape + (1,) * (weight.dim() - 1)
         grads[weight] = torch.addcmul(
             into_mean.view(shape) * before.mean_grad, into_var.view(shape), before.var_grad
         )
-    if isinstance(bias, Tensor) and bias.requires_grad:
+    if isinstance(bias, Tensor) and bias.requires_grad and _awaits_backward(bias):
         grads[bias] = into_mean  # moves the mean one to one and the variance not at all
     return grads
+
+
+def _awaits_backward(p: Tensor) -> bool:
+    """Whether a backward of the layer that owns the parameter is still to come in this pass."""
+    return int(getattr(p, "_forward_counter", 0)) > 0
 
 
 def _positions(x: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def feeding_layers(root: nn.Module, layers: Sequence[PolicyLayer]) -> Iterator[F
     feeding: Feeding = {}
 
     def produced(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if args:
+        if args and (output.dim() == 2 or not isinstance(module, nn.Linear)):  # channels in dimension 1
             outputs[id(output)] = output, module, args[0]  # holding the output keeps its id its own
 
     def consumed(layer: Any, args: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ from batch_norm_support import BACKWARD_HOOK_REMARK, batches, images, make_priva
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_bc import ALC
 from opacus_bc.norm_types import ConstantStatistics
 from opacus_bc.public_statistics import PublicStatistics
 
@@ -138,6 +139,72 @@ class Reused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.second(torch.tanh(self.norm(self.first(x)))))
+
+
+class StoppedFeatures(nn.Module):
+    """BatchNorm on features without gradient; the layer before it is trained through another branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.first(x)
+        return self.one(self.norm(features)) + self.two(self.first(x))
+
+
+class OtherOrderInTraining(nn.Module):
+    """BatchNorm after the layer in evaluation, before it in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.norm(x)) if self.training else self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [StoppedFeatures, OtherOrderInTraining])
+@pytest.mark.parametrize("alc", [False, True])
+def test_no_gradient_through_statistics_waits_for_the_next_batch(kind: type[nn.Module], alc: bool) -> None:
+    """A sample of the first batch moves the first clipped sum and not the second."""
+    sums: list[list[Tensor]] = []
+    for value in (1.0, -30.0):
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(5)
+        x, y = torch.randn(40, 4, generator=generator), torch.randint(0, 2, (40,), generator=generator)
+        known = TensorDataset(torch.randn(60, 4, generator=generator), torch.arange(60) % 2)
+        x[3] = value
+        config = PublicStatistics(loader=DataLoader(known, batch_size=60), differentiate=True)
+        extra = {"alc": ALC(DataLoader(known, batch_size=20))} if alc else {}
+        _, module, optimizer, criterion, loader = make_private(
+            kind(), TensorDataset(x, y), clipping="flat", batch_norm=config, batch_size=20, lr=0.0,
+            poisson_sampling=False, **extra,
+        )  # fmt: skip
+        seen = []
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            criterion(module(inputs), labels).backward()
+            optimizer.clip_and_accumulate()
+            seen.append(torch.cat([p.summed_grad.flatten() for p in optimizer.params]))
+            assert not any(hasattr(p, "_current_grad_sample") for p in optimizer.params)
+            for p in optimizer.params:
+                p.summed_grad = None
+        sums.append(seen)
+    assert not torch.allclose(sums[0][0], sums[1][0])
+    assert torch.equal(sums[0][1], sums[1][1])
+
+
+def test_a_linear_layer_over_sequences_is_not_followed() -> None:
+    """Its features are not the channels that BatchNorm normalises."""
+    generator = torch.Generator().manual_seed(0)
+    data = [TensorDataset(torch.randn(32, 3, 5, generator=generator), torch.arange(32) % 2) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(9, 2))
+    config = PublicStatistics(loader=DataLoader(data[1], batch_size=16), differentiate=True)
+    make_private(model, data[0], clipping="flat", batch_norm=config)
+    assert model[1].upstream is None
 
 
 def test_a_batch_norm_used_twice_keeps_constant_statistics() -> None:
