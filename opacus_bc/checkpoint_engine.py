@@ -54,9 +54,9 @@ class CheckpointEngine(ReleaseEngine):
         way is continued by the first pass after the resume (a shuffled one starts anew and is booked as a new
         pass). Where a batch has been drawn and not used, no resume could be exact: a warning says so, and no
         generator states are written. Two continuations of one checkpoint that are both looked at have spent
-        both; no accountant sees that. If they used the ``.secret`` file and differ in anything (learning rate,
-        loss, augmentation), they share their noise, which then cancels: no epsilon covers that. Continue twice
-        only with ``exact=False``.
+        both; no accountant sees that. If they used the ``.secret`` file and differ in anything (step size,
+        loss, augmentation), they share their noise, which then cancels: no epsilon covers that. Continue
+        twice only with ``exact=False``.
 
         Args:
             path: Where to; an open binary file is possible, without atomicity and generator states.
