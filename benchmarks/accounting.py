@@ -119,6 +119,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     import dp_accounting.pld.privacy_loss_distribution  # noqa: F401  (once, before the processes are forked)
-    import opacus.accountants  # noqa: F401
+    import opacus.accountants  # noqa: F401  (likewise)
 
     main()

@@ -83,9 +83,9 @@ def _child(tool: Callable[..., tuple[float, float]], setting: Setting, seconds: 
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES * 2**30,) * 2)
     signal.alarm(seconds)
     try:
-        pipe.send(tool(*setting))  # type: ignore[attr-defined]
+        pipe.send(tool(*setting))  # type: ignore[attr-defined]  # a Connection
     except (Exception, MemoryError):
-        pipe.send(None)  # type: ignore[attr-defined]
+        pipe.send(None)  # type: ignore[attr-defined]  # a Connection
 
 
 def limited(
@@ -120,6 +120,6 @@ def main(path: Path = DEFAULT) -> None:
 
 if __name__ == "__main__":
     import dp_accounting.pld.privacy_loss_distribution  # noqa: F401  (once, before the processes are forked)
-    import opacus.accountants  # noqa: F401
+    import opacus.accountants  # noqa: F401  (likewise)
 
     main(*map(Path, sys.argv[1:2]))

@@ -90,9 +90,10 @@ class AdaptiveClipping:
         self._watch = HoverWatch(config.freeze) if config.freeze else None
         self._estimated_at: int | None = None
         self._names = tuple(names)
-        if len(config.public_loader.dataset) < mini_set_size:  # type: ignore[arg-type]
+        size = len(config.public_loader.dataset)  # type: ignore[arg-type]  # torch types data sets as unsized
+        if size < mini_set_size:
             warnings.warn(
-                f"the public data has {len(config.public_loader.dataset)} samples, fewer than a mini-set of "  # type: ignore[arg-type]
+                f"the public data has {size} samples, fewer than a mini-set of "
                 f"{mini_set_size}: layer norms are estimated from a smaller mini-set and come out too large",
                 stacklevel=5,
             )

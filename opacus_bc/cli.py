@@ -335,7 +335,7 @@ def _in_one_line(box: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        import rich  # noqa: F401
+        import rich  # noqa: F401 (commands need it later)
         import tyro
     except ImportError:
         print(EXTRA, file=sys.stderr)

@@ -31,7 +31,7 @@ def loss_gradient(criterion: Callable[..., Tensor]) -> Gradient:
             )
         output = forward(module, batch)
         target = batch[1].to(output.device) if isinstance(batch[1], Tensor) else batch[1]
-        criterion(output, target).backward()  # type: ignore[no-untyped-call]
+        criterion(output, target).backward()  # type: ignore[no-untyped-call]  # torch's
 
     return gradient
 

@@ -57,7 +57,7 @@ def local_update(
             local = make_optimizer(params)
             for loss in steps:
                 local.zero_grad(set_to_none=True)
-                loss().backward()  # type: ignore[no-untyped-call]
+                loss().backward()  # type: ignore[no-untyped-call]  # torch's
                 local.step()
         moved = [w - p.detach() for w, p in zip(weights, params, strict=True)]
     finally:

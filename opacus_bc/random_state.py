@@ -20,7 +20,7 @@ def random_state(run: Run | None) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "python": random.getstate(),
-        "numpy": _tensors(np.random.get_state(legacy=False)),  # noqa: NPY002
+        "numpy": _tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 (the legacy stream is what users seed)
     }
     if run is None:
         return state
@@ -40,7 +40,7 @@ def load_random_state(run: Run | None, state: dict[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
-    np.random.set_state(_arrays(state["numpy"]))  # noqa: NPY002
+    np.random.set_state(_arrays(state["numpy"]))  # noqa: NPY002 (the legacy stream is what users seed)
     if run is None or "given" not in state:
         return
     for generator, held in zip(_given(run), state["given"], strict=True):
@@ -61,7 +61,7 @@ def draw_fresh_randomness(run: Run | None) -> None:
     """
     torch.seed()
     random.seed()
-    np.random.seed()  # noqa: NPY002
+    np.random.seed()  # noqa: NPY002 (the legacy stream is what users seed)
     if run is None:
         return
     for generator in _given(run):

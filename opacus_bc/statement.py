@@ -133,12 +133,12 @@ def _run_facts(run: Run) -> RunFacts:
         delta = f"{bounds[0]:g}" if len(bounds) == 1 else f"{bounds[0]:g} to {bounds[-1]:g}"
     else:
         # Opacus's noise is sigma * C; replacing a sample moves the sum by 2C.
-        factor = sensitivity(1.0, unit="sample", adjacency=adjacency)  # type: ignore[arg-type]
+        factor = sensitivity(1.0, unit="sample", adjacency=adjacency)  # type: ignore[arg-type]  # one of Adjacency
         effective = sigma / factor
         delta = f"{factor * _total_bound(run.optimizer.max_grad_norm):g}"
     policy = run.policy
     public = [policy.describe_public()] if policy.public and policy.layers else []
-    if run.alc_loader is not None and (not public or run.alc_loader is not policy.public.loader):  # type: ignore[union-attr]
+    if run.alc_loader is not None and (not public or run.alc_loader is not policy.public.loader):  # type: ignore[union-attr]  # public data imply a loader
         public.append(describe(run.alc_loader))
     text = _POLICIES[policy.name]
     if policy.name == "public" and policy.individual:

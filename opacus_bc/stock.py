@@ -56,7 +56,7 @@ class PerLayerOptimizer(_FixedBounds, DPPerLayerOptimizer):  # type: ignore[misc
     """Opacus's DPPerLayerOptimizer whose bounds cannot drift away from its noise."""
 
 
-class DistributedPerLayerOptimizer(_FixedBounds, SimpleDistributedPerLayerOptimizer):  # type: ignore[misc]
+class DistributedPerLayerOptimizer(_FixedBounds, SimpleDistributedPerLayerOptimizer):  # type: ignore[misc]  # untyped
     """Opacus's SimpleDistributedPerLayerOptimizer whose bounds cannot drift away from its noise."""
 
 
