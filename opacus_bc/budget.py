@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence, Sized
+from typing import Any
+
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from opacus_bc import accounting
 from opacus_bc._opacus import get_noise_multiplier
@@ -52,6 +57,17 @@ def effective_multiplier(
     budget = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": 1 / steps_per_epoch}
     length = {"epochs": epochs} if stock else {"steps": epochs * steps_per_epoch}
     return float(get_noise_multiplier(**budget, **length, accountant=mechanism))
+
+
+def warn_of_large_delta(delta: float, loaders: Sequence[DataLoader[Any]], name: str = "delta") -> None:
+    """Warn of a delta that allows to publish a sample: giving away one of N at random is (0, 1/N)-DP."""
+    sizes = [len(loader.dataset) for loader in loaders if isinstance(loader.dataset, Sized)]
+    if sizes and delta * max(sizes) >= 1:
+        warnings.warn(
+            f"{name}={delta:g} is no less than 1/{max(sizes)}: publishing a random sample of {max(sizes)} as "
+            f"it is would be allowed too; take a much smaller one, e.g. {0.1 / max(sizes):.0e}",
+            stacklevel=3,
+        )
 
 
 def multiplier_per_effective(

@@ -40,6 +40,27 @@ def check_individual(max_grad_norm: object, data_loader: DataLoader[Any], *, cli
         check_positive(f"max_grad_norm[{place}]", bound)
 
 
+def refuse_evaluation_mode(wrapper: Any) -> None:
+    """Say so when a backward pass goes through a layer in evaluation mode, where Opacus records nothing."""
+    if hasattr(wrapper, "rearrange_grad_samples"):  # ExpandedWeights and functorch have no such hooks
+        wrapper.rearrange_grad_samples = _InTraining(wrapper.rearrange_grad_samples)
+
+
+class _InTraining:
+    """Opacus's ``rearrange_grad_samples`` for layers in training mode. A class, since models pickle."""
+
+    def __init__(self, rearrange: Any) -> None:
+        self._rearrange = rearrange
+
+    def __call__(self, *, module: Any, **kwargs: Any) -> Any:
+        if not module.training:
+            raise RuntimeError(
+                f"a {type(module).__name__} is in evaluation mode, where Opacus makes no per-sample "
+                "gradients: call model.train() before the forward pass"
+            )
+        return self._rearrange(module=module, **kwargs)
+
+
 def refuse_copies(optimizer: DPOptimizer) -> None:
     """Let neither ``copy.deepcopy`` nor ``pickle`` near a private optimizer.
 

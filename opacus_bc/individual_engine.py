@@ -12,7 +12,7 @@ from opacus_bc import batch_norm as bn
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.alc import ALC
 from opacus_bc.clip_rules import sample_rule
-from opacus_bc.guards import check_individual
+from opacus_bc.guards import check_individual, refuse_evaluation_mode
 from opacus_bc.individual import IndividualClippingOptimizer
 from opacus_bc.noise import TorchNoise
 from opacus_bc.release_engine import ReleaseEngine, is_distributed
@@ -121,6 +121,7 @@ class IndividualEngine(ReleaseEngine):
                 alc_loader=None if alc is None else alc.public_loader,
             )
         )
+        refuse_evaluation_mode(result[0])
         guard_per_layer_bounds(private_optimizer)
         guard_frozen_parameters(private_optimizer)
         guard_grad_scaler(private_optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from opacus_bc.alc import ALC, as_alc
 from opacus_bc.batch_engine import BatchEngine
 from opacus_bc.block_optimizer import BlockOptimizer
-from opacus_bc.budget import effective_multiplier, multiplier_per_effective
+from opacus_bc.budget import effective_multiplier, multiplier_per_effective, warn_of_large_delta
 from opacus_bc.checkpoint_engine import CheckpointEngine
 from opacus_bc.clip_rules import check_alc
 from opacus_bc.clipping import check_positive
@@ -63,6 +64,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
         self.secure_mode = secure_mode
         self.dataset: Any = None
         self._runs: list[Run] = []
+        self._identity = secrets.token_hex(16)
         if accountant == "gdp":
             warnings.warn(
                 "accountant='gdp' is a central-limit approximation, not an upper bound: it can claim less "
@@ -226,6 +228,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             )
         kind = resolve_sampling(kwargs.get("sampling"), poisson_sampling=kwargs.get("poisson_sampling", True))
         self._check_accountant(kind)
+        warn_of_large_delta(target_delta, [data_loader], "target_delta")
         releases = self._reserved_releases(module, kwargs)
         clipping = kwargs.get("clipping", "flat")
         config = as_alc(kwargs.get("alc"))
@@ -242,7 +245,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
         per_effective = multiplier_per_effective(
             config, bare(module), optimizer, sampling=kind, batch=clipping == "batch"
         )
-        return self.make_private(
+        result = self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
@@ -250,6 +253,8 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             max_grad_norm=max_grad_norm,
             **kwargs,
         )
+        self._runs[-1].planned_steps = epochs * len(data_loader)
+        return result
 
     def get_epsilon(self, delta: float, *, allow_unprotected: bool = False) -> float:
         """Epsilon spent so far at ``delta``; infinite if any step was taken without noise.
@@ -259,6 +264,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             allow_unprotected: Answer for the gradients alone where running statistics leak.
         """
         self._check_protected(allow_unprotected)
+        warn_of_large_delta(delta, [run.data_loader for run in self._runs])
         if any(entry[0] == 0 for entry in self.accountant.history):
             return math.inf
         return float(super().get_epsilon(delta))

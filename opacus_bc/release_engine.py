@@ -35,6 +35,7 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
     """What ``PrivacyEngine`` inherits: finalize, recalibrate_batch_norm, get_tradeoff and statement."""
 
     _runs: list[Run]
+    _identity: str  # of this engine's budget: checkpoints carry it
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(COPIES)

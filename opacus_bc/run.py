@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Run:
         draws: Where the steps' draws come from, with batch clipping.
         ranks: The processes that train together, if there are several.
         steps: How often the underlying optimizer has moved the weights.
+        planned_steps: For how many the noise was calibrated, if it was.
     """
 
     policy: BatchNormPolicy
@@ -42,10 +44,17 @@ class Run:
     draws: DrawSource | None = None
     ranks: Ranks | None = None
     steps: int = 0
+    planned_steps: int | None = None
 
     def count_step(self, *_: Any) -> None:
         """The underlying optimizer has moved the weights once more."""
         self.steps += 1
+        if self.steps - 1 == self.planned_steps:
+            warnings.warn(
+                f"step {self.steps} is beyond the {self.planned_steps} that noise_multiplier was calibrated "
+                "for: epsilon is reported truly and grows above target_epsilon",
+                stacklevel=2,
+            )
 
     @property
     def steps_per_epoch(self) -> int:

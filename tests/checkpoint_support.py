@@ -133,7 +133,7 @@ class Training:
         return booked(self.engine) - before
 
     def save(self, path: Path, **kwargs: Any) -> None:
-        self.engine.save_checkpoint(path=path, **self.parts, **kwargs)
+        self.engine.save_checkpoint(path=path, **self.parts, **{"exact": True, **kwargs})
 
     def load(self, path: Path, **kwargs: Any) -> Training:
         self.engine.load_checkpoint(path=path, **self.parts, **kwargs)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc._opacus import GradSampleHooks
+from opacus_bc.buffers import MovingBufferError
 from opacus_bc.norm_types import ConstantStatistics, patch
 
 pytestmark = pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK)
@@ -267,3 +268,29 @@ def test_a_users_own_norm_layer_is_refused_with_individual_clipping() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), Own(4), nn.Flatten(), nn.Linear(64, 2))
     with pytest.raises(ValueError, match=r"1 \(Own\) is a norm layer with a forward of its own"):
         make_private(model, TensorDataset(*images().tensors), clipping="flat", batch_norm=PUBLIC)
+
+
+@pytest.mark.parametrize("mode", ["flat", "ghost"])
+def test_training_in_evaluation_mode_gets_a_clear_error_and_goes_on_after_train(mode: str) -> None:
+    _, module, optimizer, criterion, loader = make_private(network(), batch_norm=PUBLIC, **INDIVIDUAL[mode])
+    train(module, optimizer, criterion, loader)
+    before = [p.detach().clone() for p in module.parameters()]
+    module.eval()
+    with pytest.raises(RuntimeError, match=r"evaluation mode.*model\.train\(\)"):
+        train(module, optimizer, criterion, loader)
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+    module.train()
+    train(module, optimizer, criterion, loader)
+    assert not any(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+
+
+def test_frozen_statistics_give_an_epsilon_and_must_stay_frozen() -> None:
+    model = network()
+    eng, module, *rest = make_private(model, clipping="flat", batch_norm="frozen")
+    train(module, *rest)
+    assert 0 < eng.get_epsilon(1e-5) < float("inf")
+    model[4].running_mean.add_(1.0)
+    with pytest.raises(MovingBufferError, match="'running_mean' of 4"):
+        eng.get_epsilon(1e-5)
+    model[4].running_mean.sub_(1.0)
+    assert type(eng.finalize(module)[4]) is nn.BatchNorm2d

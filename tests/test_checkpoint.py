@@ -259,6 +259,64 @@ def test_another_set_up_is_refused(case: Case, message: str, saved: Any) -> None
         Training(case, seed=1).load(saved[1])
 
 
+def test_generator_states_are_written_only_if_asked_for(tmp_path: Path) -> None:
+    # Two different continuations with one .secret file would share their noise.
+    training, path = Training(CASES["sgd"], seed=1).advance(2), tmp_path / "run.pt"
+    training.engine.save_checkpoint(path=path, **training.parts)
+    assert os.listdir(tmp_path) == ["run.pt"]
+    like = torch.zeros(50)
+    twice = [Training(CASES["sgd"], seed=1).load(path).optimizer.noise.normal(like, 1.0) for _ in range(2)]
+    assert not torch.equal(*twice)
+
+
+def test_another_runs_checkpoint_cannot_hide_this_ones_steps(saved: Any) -> None:
+    # The histories are equal, the spendings are two.
+    _, path = saved
+    other = Training(CASES["sgd"], seed=1).advance(20)
+    before = everything(other)
+    with pytest.raises(ValueError, match="20 steps"):
+        other.load(path)
+    assert everything(other) == before
+
+
+def test_two_models_of_one_budget_are_loaded_one_after_the_other(tmp_path: Path) -> None:
+    def two() -> tuple[Any, list[dict[str, Any]]]:
+        ours, parts, data = engine(), [], blobs(64)
+        for seed in (1, 2):
+            model = mlp(seed=seed)
+            model, optimizer, _ = ours.make_private(
+                module=model,
+                optimizer=optim.SGD(model.parameters(), lr=0.1),
+                data_loader=DataLoader(data, batch_size=16),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                clipping="batch",
+            )
+            parts.append({"module": model, "optimizer": optimizer})
+        return ours, parts
+
+    ours, parts = two()
+    ours.accountant.step(noise_multiplier=1.0, sample_rate=0.25)
+    for place, part in enumerate(parts):
+        ours.save_checkpoint(path=tmp_path / f"{place}.pt", **part)
+    again, parts = two()
+    for place, part in enumerate(parts):
+        again.load_checkpoint(path=tmp_path / f"{place}.pt", **part)
+    assert again.accountant.history == ours.accountant.history
+
+
+@pytest.mark.parametrize("inner_saves", [True, False])
+def test_wrapper_and_module_inside_read_each_others_checkpoints(inner_saves: bool, tmp_path: Path) -> None:
+    case, path = Case(kwargs={"clipping": "flat", "batch_norm": "frozen"}), tmp_path / "run.pt"
+    first, second = Training(case, seed=1), Training(case, seed=2)
+    wrappers = [t.engine._runs[0].wrapper for t in (first, second)]
+    modules = [wrappers[0]._module, wrappers[1]] if inner_saves else [wrappers[0], wrappers[1]._module]
+    first.engine.save_checkpoint(path=path, module=modules[0], optimizer=first.optimizer)
+    assert not torch.equal(weights(wrappers[0]), weights(wrappers[1]))
+    second.engine.load_checkpoint(path=path, module=modules[1], optimizer=second.optimizer)
+    assert torch.equal(weights(wrappers[0]), weights(wrappers[1]))
+
+
 def test_steps_that_the_checkpoint_lacks_cannot_be_forgotten(saved: Any) -> None:
     training, path = saved
     training.load(path)  # nothing was booked since

@@ -246,3 +246,45 @@ def test_batch_norm_trains_without_touching_a_buffer(policy):
     assert all(torch.equal(after[name], value) for name, value in before.items())
     module.eval()
     assert torch.isfinite(module(DATA[:10][0])).all()
+
+
+@pytest.mark.parametrize("clipping", ["batch", "flat"])
+def test_training_beyond_the_calibrated_steps_is_said_once_and_booked(clipping):
+    maker, model = engine(), mlp()
+    model, optimizer, loader = maker.make_private_with_epsilon(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(DATA, batch_size=48),
+        target_epsilon=4.0,
+        target_delta=1e-4,
+        epochs=2,
+        max_grad_norm=1.0,
+        clipping=clipping,
+    )
+    train(model, optimizer, loader, epochs=2)  # warnings are errors here
+    assert maker.get_epsilon(1e-4) <= 4.0
+    with pytest.warns(UserWarning, match="step 5 is beyond the 4 that") as said:
+        train(model, optimizer, loader)
+    assert sum("beyond" in str(w.message) for w in said) == 1
+    assert maker.get_epsilon(1e-4) > 4.0
+
+
+def test_a_delta_of_one_over_n_is_warned_of_and_a_smaller_one_is_not():
+    maker = engine()
+    model, optimizer, loader = make(maker=maker)
+    train(model, optimizer, loader)
+    with pytest.warns(UserWarning, match="no less than 1/96"):
+        maker.get_epsilon(1 / 96)
+    assert maker.get_epsilon(0.99 / 96) > 0
+    fresh = mlp()
+    with pytest.warns(UserWarning, match="target_delta=0.02 is no less than 1/96"):
+        engine().make_private_with_epsilon(
+            module=fresh,
+            optimizer=optim.SGD(fresh.parameters(), lr=0.1),
+            data_loader=DataLoader(DATA, batch_size=48),
+            target_epsilon=4.0,
+            target_delta=0.02,
+            epochs=2,
+            max_grad_norm=1.0,
+            clipping="batch",
+        )
