@@ -62,7 +62,7 @@ def compare(
         data: folder with the data set's files.
         download: let torchvision download what is missing.
         jobs: processes, with one thread each. Default: one for each core.
-        costs: measure time and memory relative to plain SGD.
+        costs: time and memory relative to plain SGD: measure them or leave them out.
         json: print the report as JSON instead of a table.
     """
     plan = make_plan(
@@ -192,18 +192,11 @@ def _measure(
     if baseline is None:
         return {}
     missing = [cost for cost in dict.fromkeys(known.values()) if read_json(plan.store.cost(cost)) is None]
-    if missing:
-        with Bar("measuring", [1] * len(missing) + [1]) as bar:
-            wanted = list(dict.fromkeys([baseline, *missing]))
-            memory = dict(zip(wanted, measure.peaks(wanted, plan.source.load), strict=True))
-            bar.report(len(missing), 1)
-            work = partial(time_cell, baseline=baseline, source=plan.source)
-            for index, times in run_all(work, missing, jobs=plan.jobs, on_progress=bar.report):
-                if isinstance(times, Exception):
-                    continue
-                own, plain = memory[missing[index]], memory[baseline]
-                ratio = own / plain if own and plain else None
-                write_json(plan.store.cost(missing[index]), {**times, "memory": ratio, "peak_mib": own})
+    with Bar("measuring", [1] * len(missing)) as bar:
+        work = partial(measure_cell, baseline=baseline, source=plan.source)
+        for index, costs in run_all(work, missing, jobs=plan.jobs, on_progress=bar.report):
+            if not isinstance(costs, Exception):
+                write_json(plan.store.cost(missing[index]), costs)
     found = {cell: read_json(plan.store.cost(cost)) or {} for cell, cost in known.items()}
     return {cost_name(cell.epsilon, cell.method.name): cost for cell, cost in found.items()}
 
@@ -213,8 +206,10 @@ def _costing(cell: Cell) -> Cell:
     return replace(cell, epsilon=None, noise_multiplier=1.0 if cell.method.private else None, seed=0)
 
 
-def time_cell(cell: Cell, on_progress: Progress, *, baseline: Cell, source: Source) -> dict[str, float]:
-    """Time of a cell relative to the baseline's."""
-    found = measure.time_ratio(cell, baseline, source.load())
+def measure_cell(cell: Cell, on_progress: Progress, *, baseline: Cell, source: Source) -> dict[str, float]:
+    """Time and peak memory of a cell, relative to the baseline's."""
+    data = source.load()
+    own, plain = (measure.peak_bytes(which, data) for which in (cell, baseline))
+    times = measure.time_ratio(cell, baseline, data)
     on_progress(1)
-    return found
+    return {**times, "memory": own / plain, "peak_mib": own / 2**20}

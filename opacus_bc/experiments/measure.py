@@ -1,24 +1,22 @@
 """What a method costs beside plain SGD: time and peak memory, as trained here.
 
 Time is measured against plain SGD round by round, in turns, so that whatever else the machine does meets
-both; memory is the peak of a process of its own, over what it held before.
+both; memory is that of all tensors that training makes, at its peak.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
-import multiprocessing
-import os
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from opacus_bc.experiments.cells import Cell
 from opacus_bc.experiments.data import Data
@@ -26,10 +24,7 @@ from opacus_bc.experiments.session import prepare
 
 ROUNDS = 3
 SAMPLES = 512  # at least this many in a round
-STEPS = 3  # before the peak of memory is read
-# Tensors are mapped one by one, so that freed ones leave the process at once and the peak is theirs;
-# libraries must not start threads, which would not survive a fork.
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "4096", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+STEPS = 2  # optimizer states exist from the second one on
 
 
 def stepper(cell: Cell, data: Data) -> Callable[[int], float]:
@@ -65,75 +60,47 @@ def time_ratio(cell: Cell, baseline: Cell, data: Data, *, rounds: int = ROUNDS) 
     return {"time": statistics.median(ratios), "time_low": min(ratios), "time_high": max(ratios)}
 
 
-def peaks(cells: Sequence[Cell], load: Callable[[], Data]) -> list[float | None]:
-    """Peak memory of each cell's training in MiB; None where the system does not tell (it must be Linux).
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors that were made while it is open and still live, and their peak.
+
+    Storages are followed by weak reference, so what autograd keeps for the backward pass counts, and the same
+    training gives the same number on every machine. What kernels use inside themselves does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[StorageWeakRef, int] = {}
+        self._bytes = 0  # of everything in _sizes, some of which may be gone
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and look at what it made."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        reference = StorageWeakRef(storage)
+        if reference not in self._sizes:
+            self._sizes[reference] = storage.nbytes()
+            self._bytes += storage.nbytes()
+        if self._bytes > self.peak:  # it matters only now who is gone
+            self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
+            self._bytes = sum(self._sizes.values())
+            self.peak = max(self.peak, self._bytes)
+
+
+def peak_bytes(cell: Cell, data: Data) -> int:
+    """Peak of model, optimizer, batch, activations and gradients over the first steps, without the data set.
 
     Args:
-        cells: With their noise given: a calibration would be measured too.
-        load: Brings the data; a function of a module, or a partial of one.
+        cell: With its noise given: a calibration would be measured too.
+        data: Already loaded, so that it does not count.
     """
-    if not Path("/proc/self/clear_refs").exists():
-        return [None] * len(cells)
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    with _environment(_ENVIRONMENT):
-        process = context.Process(target=_measure_in_forks, args=(theirs, list(cells), load))
-        process.start()
-    theirs.close()
-    found: list[float | None] = []
-    try:
-        while len(found) < len(cells):
-            found.append(mine.recv())
-    except EOFError:  # it died: say nothing rather than something wrong
-        found += [None] * (len(cells) - len(found))
-    finally:
-        process.kill()
-        process.join()
-    return found
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _measure_in_forks(answers: Any, cells: list[Cell], load: Callable[[], Data]) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    data = load()
-    context = multiprocessing.get_context("fork")
-    for cell in cells:
-        process = context.Process(target=_measure_here, args=(answers, cell, data))
-        process.start()
-        process.join()
-        if process.exitcode:
-            answers.send(None)
-
-
-def _measure_here(answers: Any, cell: Cell, data: Data) -> None:
-    _steps(cell, data, STEPS)  # fills the libraries' caches, which grow with every new shape of a batch
-    gc.collect()
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
-    _steps(cell, data, STEPS)
-    answers.send((_status("VmHWM") - before) / 1024)
-
-
-def _steps(cell: Cell, data: Data, count: int) -> None:
-    run = stepper(cell, data)
-    for _ in range(count):
-        run(cell.batch_size)
-
-
-def _status(name: str) -> int:
-    """A line of /proc/self/status in KiB."""
-    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
+    with TensorMemory() as memory:
+        run = stepper(cell, data)
+        for _ in range(STEPS):
+            run(cell.batch_size)
+    return memory.peak

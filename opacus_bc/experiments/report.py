@@ -27,7 +27,8 @@ LEGEND = (
     "σ/√L for L separately clipped groups. "
     "**2s**: noise on the mean update relative to individual clipping at equal C, σ and batch size (2s for "
     "mini-sets of s samples). "
-    "**time**, **memory**: per epoch and at its peak, relative to plain SGD, as trained here. "
+    "**time**: per epoch; **memory**: of all tensors but the data set, at its peak; both relative to plain "
+    "SGD, as trained here. "
     "**batch**, **lr**, **C**: expected batch size, learning rate, clip bound."
 )
 

@@ -210,7 +210,7 @@ def _certainty(ranked: Sequence[Row]) -> str:
         cheapest = min([best, *tied], key=_time)
         text = (
             f"Not sure: {', '.join(row.title for row in tied)} cannot be told apart from it (less than "
-            f"{FACTOR:g} standard errors)"
+            f"{FACTOR:g} standard errors, seeds and test images together)"
         )
         if CHEAPER * _time(cheapest) < _time(best):
             text += f", and {cheapest.title} is cheaper: {_figure(cheapest)} at {_cost(cheapest)}"
