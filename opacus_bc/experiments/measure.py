@@ -60,7 +60,7 @@ def time_ratio(cell: Cell, baseline: Cell, data: Data, *, rounds: int = ROUNDS) 
     return {"time": statistics.median(ratios), "time_low": min(ratios), "time_high": max(ratios)}
 
 
-class TensorMemory(TorchDispatchMode):
+class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Counts the bytes of all tensors that were made while it is open and still live, and their peak.
 
     Storages are followed by weak reference, so what autograd keeps for the backward pass counts, and the same
@@ -68,8 +68,8 @@ class TensorMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[StorageWeakRef, int] = {}
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._sizes: dict[Any, int] = {}  # by weak reference to a storage
         self._bytes = 0  # of everything in _sizes, some of which may be gone
         self.peak = 0
 
@@ -82,7 +82,7 @@ class TensorMemory(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        reference = StorageWeakRef(storage)
+        reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's has no types
         if reference not in self._sizes:
             self._sizes[reference] = storage.nbytes()
             self._bytes += storage.nbytes()
@@ -99,7 +99,8 @@ def peak_bytes(cell: Cell, data: Data) -> int:
         cell: With its noise given: a calibration would be measured too.
         data: Already loaded, so that it does not count.
     """
-    with TensorMemory() as memory:
+    memory = TensorMemory()
+    with memory:
         run = stepper(cell, data)
         for _ in range(STEPS):
             run(cell.batch_size)
