@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 CHECKOUT := $(VENV)/.checkout
 EXTRAS ?= experiments,dev
 WORKERS ?= 2
-BENCHMARKS ?= sampling accounting alc_estimation_cost batch_norm_step_cost step_overhead
+BENCHMARKS ?= sampling accounting alc_estimation_cost batch_norm_step_cost performance
 
 .PHONY: compare test test-slow lint format tutorials benchmarks venv clean
 

@@ -1,0 +1,200 @@
+"""Claim: batch clipping costs little more than plain SGD; IC with public BatchNorm what stock Opacus costs.
+
+    python benchmarks/performance.py [--parts networks batch parameters accounting] [--rounds 5] [--page]
+
+Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process;
+a ratio is the median over rounds of the ratio to plain SGD in the same round. Memory is that of all tensors
+(`opacus_bc.experiments.measure.TensorMemory`), at its peak. Stock Opacus trains the network with GroupNorm
+(the transformer: LayerNorm). Results are kept in ``results/performance.json`` part by part; ``--page`` only
+writes docs/performance.md and its pictures from them and from ``results/sampling.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import performance_networks as networks
+import torch
+from opacus import PrivacyEngine as StockEngine
+from performance_page import write_page
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_bc import PrivacyEngine
+from opacus_bc.accounting import query
+from opacus_bc.accounting.lattice import Step
+from opacus_bc.experiments.measure import TensorMemory
+
+RESULTS = Path(__file__).parent / "results" / "performance.json"
+METHODS = (
+    "plain SGD",
+    "BC",
+    "GBC s=32",
+    "GBC s=16",
+    "GBC s=8",
+    "IC + public BatchNorm, hooks",
+    "IC + public BatchNorm, ghost",
+    "Opacus, hooks",
+    "Opacus, ghost",
+    "Opacus, functorch",
+)
+GROWING = ("plain SGD", "BC", "GBC s=16", "IC + public BatchNorm, hooks", "Opacus, hooks", "Opacus, ghost")
+BATCH, REFRESH = 64, 10
+
+
+def stepper(method: str, network: str, batch: int) -> Callable[[], None]:
+    """A function that trains one logical step of ``method``."""
+    torch.manual_seed(0)
+    data, public = (networks.examples(network, n) for n in (4 * batch, 4 * batch))
+    private = method != "plain SGD"
+    individual, stock = method.startswith(("IC", "Opacus")), method.startswith("Opacus")
+    model = networks.build(network, norm="group" if stock else "batch")
+    optimizer: optim.Optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=batch, shuffle=True)
+    criterion: Any = nn.CrossEntropyLoss()
+    size = int(method.split("=")[1]) if "=" in method else batch
+    if private:
+        mode = method.split(", ")[1] if individual else "hooks"
+        options: dict[str, Any] = {"clipping": "flat", "grad_sample_mode": mode}
+        if not individual:
+            options = {"clipping": "batch", "mini_batch_size": size}
+        if not stock:
+            options["batch_norm"] = DataLoader(TensorDataset(*public.tensors), batch_size=batch // 4 or 2)
+        if individual and not stock:
+            options["batch_norm_refresh"] = REFRESH
+        # Without Poisson sampling every method gets exactly `batch` samples a step: times can be compared.
+        made = (StockEngine(accountant="rdp") if stock else PrivacyEngine()).make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+            poisson_sampling=False, **options,
+        )  # fmt: skip
+        model, optimizer, loader = made[0], made[1], made[-1]
+        criterion = made[2] if len(made) == 4 else criterion
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    stream = endless()
+
+    def step() -> None:
+        for _ in range(batch // size):
+            x, y = next(stream)
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+    return step
+
+
+def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each method: time and memory over plain SGD's."""
+    memory = {method: peak(method, network, batch) for method in methods}
+    steps = {method: stepper(method, network, batch) for method in methods}
+    for step in steps.values():
+        step()
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(rounds):
+        for method, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[method].append(time.perf_counter() - start)
+    rows = []
+    for method in methods:
+        ratios = [mine / plain for mine, plain in zip(seconds[method], seconds["plain SGD"], strict=True)]
+        rows.append(
+            {
+                "network": network,
+                "parameters": sum(p.numel() for p in networks.build(network, norm="batch").parameters()),
+                "batch": batch,
+                "method": method,
+                "time": statistics.median(ratios),
+                "low": min(ratios),
+                "high": max(ratios),
+                "memory": memory[method] / memory["plain SGD"],
+                "peak_mib": memory[method] / 2**20,
+            }
+        )
+        row = rows[-1]
+        words = f"{row['time']:6.2f}x ({row['low']:.2f}-{row['high']:.2f}) memory {row['memory']:6.2f}x"
+        print(f"{network:12} m={batch:<5}{method:30}{words}", flush=True)
+    return rows
+
+
+def peak(method: str, network: str, batch: int) -> int:
+    """Bytes of all tensors at the peak of two steps."""
+    memory = TensorMemory()
+    with memory:
+        step = stepper(method, network, batch)
+        for _ in range(2):
+            step()
+    return memory.peak
+
+
+def accounting(rounds: int) -> list[dict[str, Any]]:
+    """CPU time of a certified epsilon over that of T = 1,000 and sigma = 1, at q = 0.01."""
+    grid = [(1.0, steps) for steps in (100, 1_000, 10_000, 100_000, 1_000_000)]
+    grid += [(sigma, 1_000) for sigma in (0.25, 0.5, 2.0, 4.0, 8.0)]
+    seconds: dict[tuple[float, int], list[float]] = {setting: [] for setting in grid}
+    for _ in range(rounds):
+        for sigma, steps in grid:
+            query.epsilon_upper.cache_clear()
+            start = time.process_time()
+            query.epsilon_upper((Step(1 / sigma, 0.01, steps),), 1e-5)
+            seconds[sigma, steps].append(time.process_time() - start)
+    rows = []
+    for (sigma, steps), mine in seconds.items():
+        ratios = [a / b for a, b in zip(mine, seconds[1.0, 1_000], strict=True)]
+        epsilon = query.epsilon_upper((Step(1 / sigma, 0.01, steps),), 1e-5)
+        rows.append(
+            {
+                "sigma": sigma,
+                "steps": steps,
+                "epsilon": epsilon,
+                "time": statistics.median(ratios),
+                "low": min(ratios),
+                "high": max(ratios),
+            }
+        )
+        print(f"sigma={sigma:<6}T={steps:<9}epsilon={epsilon:<10.4g}{rows[-1]['time']:.2f}x", flush=True)
+    return rows
+
+
+PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    "networks": lambda rounds: [
+        row for name in networks.NETWORKS for row in measure(METHODS, name, BATCH, rounds)
+    ],
+    "batch": lambda rounds: [
+        row for batch in (16, 32, 64, 128, 256) for row in measure(GROWING, "convnet", batch, rounds)
+    ],
+    "parameters": lambda rounds: [
+        row for name in networks.WIDTHS for row in measure(GROWING, name, BATCH, rounds)
+    ],
+    "accounting": accounting,
+}
+
+
+def main() -> None:
+    """Measure what was asked for, keep it, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(2)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for part in () if args.page else args.parts:
+        kept[part] = {"rounds": args.rounds, "rows": PARTS[part](args.rounds)}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    write_page(kept, json.loads((RESULTS.parent / "sampling.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()

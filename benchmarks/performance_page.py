@@ -1,0 +1,156 @@
+"""docs/performance.md and its pictures, from kept results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+Rows = Sequence[Mapping[str, Any]]
+TARGETS = {  # (network, method): (limit, relative to)
+    ("resnet18", "BC"): (1.05, "plain SGD"),
+    ("resnet18", "GBC s=16"): (1.30, "plain SGD"),
+    ("resnet18", "IC + public BatchNorm, hooks"): (1.0, "Opacus, hooks"),
+    ("convnet", "IC + public BatchNorm, hooks"): (1.0, "Opacus, hooks"),
+    ("bn_lenet5", "IC + public BatchNorm, hooks"): (1.0, "Opacus, hooks"),
+}
+
+
+def write_page(results: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+    """Write the page; parts that were not measured are left out."""
+    parts = [_HEAD]
+    for name, render in _PARTS.items():
+        if name in results:
+            parts.append(render(results[name]))
+    parts.append(_sampling(sampling))
+    PAGE.write_text("\n\n".join(parts) + "\n")
+
+
+_HEAD = """# Performance
+
+Everything on this page is written by `make benchmarks` (`benchmarks/performance.py`,
+`benchmarks/sampling.py`). Times are ratios of whole steps (loader, forward, backward, optimizer) measured in
+turns in one process on two CPU cores: the median over rounds, with the smallest and largest ratio in
+brackets. Memory is that of all tensors but the data set, at its peak: the same on every machine. Stock Opacus
+trains the same network with GroupNorm (the transformer with LayerNorm). What a GPU would show was not
+measured."""
+
+
+def _figure(row: Mapping[str, Any]) -> str:
+    return f"{row['time']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def _networks(part: Mapping[str, Any]) -> str:
+    rows = part["rows"]
+    names = list(dict.fromkeys(row["network"] for row in rows))
+    found = {(row["network"], row["method"]): row for row in rows}
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    sizes = {row["network"]: row["parameters"] for row in rows}
+    head = ["", *(f"{name} ({sizes[name]:,} parameters)" for name in names)]
+    times = _table(head, [[m, *(_figure(found[n, m]) for n in names)] for m in methods])
+    memory = _table(head, [[m, *(f"{found[n, m]['memory']:.2f}" for n in names)] for m in methods])
+    checks = []
+    for (network, method), (limit, relative) in TARGETS.items():
+        ratio = found[network, method]["time"] / found[network, relative]["time"]
+        verdict = "met" if ratio <= limit else "**missed**"
+        checks.append([f"{method}, {network}", f"{limit:g} × {relative}", f"{ratio:.2f}", verdict])
+    return "\n\n".join(
+        [
+            "## A step, by network",
+            f"Batch {rows[0]['batch']}, {part['rounds']} rounds. **Time** of a step over plain SGD's:",
+            times,
+            "**Peak memory** over plain SGD's:",
+            memory,
+            "What we hold ourselves to, and the ratio of the medians above:",
+            _table(["", "at most", "measured", ""], checks),
+        ]
+    )
+
+
+def _growth(title: str, words: str, key: str, picture: str) -> Any:
+    def render(part: Mapping[str, Any]) -> str:
+        rows = part["rows"]
+        _draw(rows, key, picture)
+        values = sorted({row[key] for row in rows})
+        found = {(row[key], row["method"]): row for row in rows}
+        methods = list(dict.fromkeys(row["method"] for row in rows))
+        head = ["time / memory", *(f"{value:,}" for value in values)]
+        body = [
+            [m, *(f"{found[v, m]['time']:.2f} / {found[v, m]['memory']:.2f}" for v in values)]
+            for m in methods
+            if m != "plain SGD"
+        ]
+        return f"## {title}\n\n{words}\n\n![{title}]({picture})\n\n{_table(head, body)}"
+
+    return render
+
+
+def _draw(rows: Rows, key: str, picture: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, what in zip(panels, ("time", "memory"), strict=True):
+        for method in dict.fromkeys(row["method"] for row in rows):
+            mine = sorted((row for row in rows if row["method"] == method), key=lambda row: row[key])
+            x, y = [row[key] for row in mine], [row[what] for row in mine]
+            axes.plot(x, y, marker="o", markersize=3, label=method)
+            if what == "time":
+                axes.fill_between(x, [row["low"] for row in mine], [row["high"] for row in mine], alpha=0.12)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel({"batch": "batch size", "parameters": "parameters"}[key])
+        axes.set_ylabel(f"{what} of a step / plain SGD" if what == "time" else "peak memory / plain SGD")
+        axes.grid(alpha=0.3, which="both")
+    panels[1].legend(fontsize=7)
+    figure.savefig(PAGE.parent / picture, dpi=130)
+
+
+def _accounting(part: Mapping[str, Any]) -> str:
+    body = [
+        [f"{row['sigma']:g}", f"{row['steps']:,}", f"{row['epsilon']:.4g}", _figure(row)]
+        for row in part["rows"]
+    ]
+    return "\n\n".join(
+        [
+            "## Accounting",
+            "CPU time of a certified upper bound on ε at q = 0.01, δ = 10⁻⁵, over that of σ = 1, T = 1,000:",
+            _table(["σ", "steps T", "ε", "time"], body),
+            "Against dp-accounting and Opacus's PRV at equal certified width: `benchmarks/accounting.py`.",
+        ]
+    )
+
+
+def _sampling(sampling: Mapping[str, Any]) -> str:
+    body = [[f"{row['N']:,}", f"{row['ratio']:g}"] for row in sampling["rows"]]
+    return "\n\n".join(
+        [
+            "## Sampling",
+            f"Time of Opacus's Poisson draw over ours, expected batch {sampling['batch']:,}:",
+            _table(["N", "ratio"], body),
+        ]
+    )
+
+
+_PARTS = {
+    "networks": _networks,
+    "batch": _growth(
+        "Over the batch size",
+        "The convnet. Opacus's per-sample gradients grow with the batch; those of mini-sets do not.",
+        "batch",
+        "performance_batch.png",
+    ),
+    "parameters": _growth(
+        "Over the number of parameters",
+        "Networks of three wide linear layers. Noise and clipping are linear in the parameters, as SGD is.",
+        "parameters",
+        "performance_parameters.png",
+    ),
+    "accounting": _accounting,
+}
