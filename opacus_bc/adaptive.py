@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from opacus_bc.alc import ALC, finest_layers, nominal_rule
 from opacus_bc.clipping import Adjacency, Block, Unit
-from opacus_bc.distributed import Ranks
 from opacus_bc.layer_groups import by_norm
 from opacus_bc.layer_norms import loss_gradient, mean_group_norms, parameter_norms
 from opacus_bc.layerwise import floored
 from opacus_bc.public_data import PublicDataError
+from opacus_bc.ranks import Ranks
 from opacus_bc.sparsification import HoverWatch
 
+Measure = Callable[..., list[dict[str, float]]]
 logger = logging.getLogger("opacus_bc")
 
 # An estimation computes at most this share of the gradients of the steps between two of them, so that it
@@ -56,6 +57,7 @@ class AdaptiveClipping:
         gradients_per_step: Units clipped in a step.
         criterion: Loss for the default gradient.
         ranks: Processes that must have the same bounds.
+        measure: How norms are measured; :func:`~opacus_bc.layer_norms.parameter_norms` if None.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class AdaptiveClipping:
         gradients_per_step: int,
         criterion: Callable[..., Tensor] | None = None,
         ranks: Ranks | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self.config = config
+        self._measure = measure or parameter_norms
         self.ranks = ranks
         self.module = module
         self.mini_set_size = mini_set_size
@@ -129,7 +133,7 @@ class AdaptiveClipping:
     def _estimate(self) -> bool:
         self.estimations += 1
         with self._silenced():
-            measured = parameter_norms(
+            measured = self._measure(
                 self.module,
                 self._names,
                 loader=self.config.public_loader,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,6 @@ from opacus_bc.clipping import (
     noise_against_individual_clipping,
 )
 from opacus_bc.distributed import (
-    Ranks,
     attach,
     check_data_parallel,
     data_parallel,
@@ -42,9 +42,12 @@ from opacus_bc.noise import (
     secure_key,
 )
 from opacus_bc.optimizer import BatchClippingOptimizer, check_optimizer
+from opacus_bc.ranks import Ranks
 from opacus_bc.release_engine import ReleaseEngine, bare, is_distributed
 from opacus_bc.run import Run
 from opacus_bc.sampling import Sampling, SamplingPlan, make_draws, make_plan
+from opacus_bc.sharded import ShardedReduction
+from opacus_bc.shards import Sharding, check_sharded, fully_sharded
 from opacus_bc.stock import PassBook
 
 logger = logging.getLogger("opacus_bc")
@@ -87,19 +90,41 @@ class BatchEngine(ReleaseEngine):
         if policy.private and self.accountant.mechanism() == "gdp":
             raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
         wrapper = data_parallel(module)
-        ranks = None
+        ranks, sharding = None, None
         if wrapper is not None:
             check_data_parallel(wrapper, sampling=sampling, policy=policy.name)
             ranks = ranks_of(wrapper)
+        elif fully_sharded(plain):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            sharding = check_sharded(
+                plain, params, sampling=sampling, policy=policy, freeze=alc is not None and bool(alc.freeze)
+            )
+            ranks = sharding.ranks
+        if ranks is not None:
             ranks.check_same("make_private's arguments", plan, noise_multiplier, clip_bound, loss_reduction)
-        randomness = self._batch_randomness(ranks, noise_generator, data_loader.generator)
+        randomness = self._batch_randomness(ranks, sharding, noise_generator, data_loader.generator)
         draws = make_draws(plan, data_loader, randomness[0])
         self._remember(data_loader)
 
+        whole = wrapper is not None and plan.mini_sets > 1
+        loader = PrivateDataLoader(data_loader, draws=draws, part=part_for(ranks, whole=whole))
+        mean = loss_reduction == "mean"
         policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
-        with policy.withdrawn_on_error():
-            rule = mini_set_rule(alc, plain, optimizer, plan=plan, criterion=criterion, ranks=ranks)
-        loader = PrivateDataLoader(data_loader, draws=draws, part=part_for(plan, ranks))
+        with policy.withdrawn_on_error(), ExitStack() as withdrawn:
+            reduction = None
+            if sharding is not None:
+                reduction = ShardedReduction(plain, sharding, loader.ledger, mean=mean)
+                withdrawn.callback(reduction.detach)
+            rule = mini_set_rule(
+                alc,
+                plain,
+                optimizer,
+                plan=plan,
+                criterion=criterion,
+                ranks=ranks,
+                measure=None if reduction is None else reduction.parameter_norms,
+            )
+            withdrawn.pop_all()
         private = BatchClippingOptimizer(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -112,8 +137,9 @@ class BatchEngine(ReleaseEngine):
             loss_reduction=loss_reduction,
         )
         private.accounting_hook = self._accounting_hook(plan)
+        private.reduction = reduction
         if wrapper is not None and ranks is not None:
-            private.reduction = attach(wrapper, ranks, loader.ledger, plan, mean=loss_reduction == "mean")
+            private.reduction = attach(wrapper, ranks, loader.ledger, plan, mean=mean)
         self._start(
             Run(
                 policy=policy,
@@ -126,6 +152,7 @@ class BatchEngine(ReleaseEngine):
                 alc_loader=None if alc is None else alc.public_loader,
                 draws=draws,
                 ranks=ranks,
+                sharded=reduction,
             )
         )
         logger.info(
@@ -138,17 +165,24 @@ class BatchEngine(ReleaseEngine):
     def _batch_randomness(
         self,
         ranks: Ranks | None,
+        sharding: Sharding | None,
         noise_generator: torch.Generator | None,
         loader_generator: torch.Generator | None,
     ) -> tuple[Generator, NoiseSource]:
-        """Who draws the batches and who the noise; on several ranks the same ones everywhere."""
+        """Who draws the batches and who the noise.
+
+        On several ranks batches are the same everywhere, and noise is too, unless it is for different shards.
+        """
         if ranks is None:
             generator = sampling_generator(secure=self.secure_mode, generator=loader_generator)
             return generator, self._secure_noise or TorchNoise(noise_generator)
         if self.secure_mode:
-            return secure_generator(ranks.agree(secure_key())), SecureNoise(ranks.agree(secure_key()))
+            same_noise = ranks if sharding is None else sharding.replicas
+            own = secure_key()
+            key = own if same_noise is None else same_noise.agree(own)
+            return secure_generator(ranks.agree(secure_key())), SecureNoise(key)
         generator = np.random.Generator(np.random.Philox(ranks.agree(fresh_seed(loader_generator))))
-        noise = TorchNoise()
+        noise = TorchNoise(offset=0 if sharding is None else sharding.noise_offset)
         noise.reseed(ranks.agree(fresh_seed(noise_generator)))
         return generator, noise
 
@@ -183,7 +217,9 @@ def check_batch_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
     """
     if isinstance(module, AbstractGradSampleModule):
         raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
-    if is_distributed(module) and data_parallel(module) is None:
+    if data_parallel(module) is not None and fully_sharded(module):
+        raise ValueError("a fully_shard model inside DistributedDataParallel: use fully_shard alone")
+    if is_distributed(module) and data_parallel(module) is None and not fully_sharded(module):
         raise ValueError(
             f"clipping='batch' does not support {type(module).__name__} yet: pass the plain module"
         )

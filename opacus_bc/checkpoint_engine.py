@@ -77,6 +77,7 @@ class CheckpointEngine(ReleaseEngine):
             MovingBufferError: A buffer holds private statistics.
         """
         run = self._run_of(module, optimizer)
+        _refuse_shards(run)
         if run is not None:
             run.policy.check_buffers()
             if run.ranks is not None and run.ranks.rank != 0:
@@ -155,6 +156,7 @@ class CheckpointEngine(ReleaseEngine):
             CheckpointError: The file is truncated, was changed, or is no checkpoint.
             ValueError: It belongs to another set-up, or this engine has booked steps that it lacks.
         """
+        _refuse_shards(self._run_of(module, optimizer))
         content = ck.read(path, **(torch_load_kwargs or {}))
         own = content.get(ck.KEY)
         run, state = self._run_of(module, optimizer), own["run"] if own else None
@@ -199,6 +201,15 @@ class CheckpointEngine(ReleaseEngine):
             if run.optimizer is optimizer or unwrap(run.policy.root) is unwrap(module):
                 return run
         return None
+
+
+def _refuse_shards(run: Run | None) -> None:
+    """One file with one rank's generator states would give all shards the same noise after a resume."""
+    if run is not None and run.sharded is not None:
+        raise NotImplementedError(
+            "checkpoints of fully_shard models are not built: save the module's and the optimizer's states "
+            "with torch.distributed.checkpoint, and engine.accountant.state_dict() beside them"
+        )
 
 
 class _Parts:

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import AbstractGradSampleModule
-from opacus_bc.adaptive import AdaptiveClipping
+from opacus_bc.adaptive import AdaptiveClipping, Measure
 from opacus_bc.alc import ALC, nominal_rule
 from opacus_bc.clipping import Adjacency, ClipRule, FlatClipping, Unit, effective_noise_multiplier
-from opacus_bc.distributed import Ranks
 from opacus_bc.public_data import check_disjoint
+from opacus_bc.ranks import Ranks
 from opacus_bc.sampling import Sampling, SamplingPlan
 from opacus_bc.sparsification import check_freezable
 
@@ -87,6 +87,7 @@ def mini_set_rule(
     plan: SamplingPlan,
     criterion: Callable[..., Tensor] | None,
     ranks: Ranks | None = None,
+    measure: Measure | None = None,
 ) -> ClipRule:
     """The rule of batch clipping."""
     if config is None:
@@ -102,6 +103,7 @@ def mini_set_rule(
         gradients_per_step=plan.mini_sets,
         criterion=criterion,
         ranks=ranks,
+        measure=measure,
     )
 
 

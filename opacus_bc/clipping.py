@@ -12,7 +12,7 @@ is computed here and nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -168,7 +168,11 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     return flat_norms
 
 
-def clip_coefficients(grads: Sequence[Tensor], blocks: Sequence[Block]) -> list[float] | None:
+def clip_coefficients(
+    grads: Sequence[Tensor],
+    blocks: Sequence[Block],
+    norms: Callable[[Sequence[Tensor]], list[float]] = tensor_norms,
+) -> list[float] | None:
     """Coefficient of every gradient tensor that puts each block's vector into its ball.
 
     ``grads`` follow the order of the blocks' names. With factors m the vector that is clipped is
@@ -178,10 +182,11 @@ def clip_coefficients(grads: Sequence[Tensor], blocks: Sequence[Block]) -> list[
     rounding included.
 
     **Edge cases**: if any block's norm is not finite (NaN, infinity or overflow) the answer is ``None``: the
-    mini-set counts as the zero vector, which is still a function of this mini-set alone.
+    mini-set counts as the zero vector, which is still a function of this mini-set alone. Where ``grads`` are
+    shards of larger tensors, ``norms`` must say how long the whole ones are, within 2e-6.
     """
     margin = 1.0 - _NORM_MARGIN
-    flat = tensor_norms(grads)
+    flat = norms(grads)
 
     coefficients: list[float] = []
     start = 0

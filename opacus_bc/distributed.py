@@ -13,7 +13,6 @@ Per-rank BatchNorm statistics are those of the rank's part, a function of the dr
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,79 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus_bc.clipping import tensor_norms
 from opacus_bc.ledger import Delivery, DrawLedger
+from opacus_bc.ranks import Agreement, Ranks
 from opacus_bc.sampling import SMALLEST_MINI_SET, Draw, Part, SamplingPlan, placeholder, whole_draw
-
-
-class Ranks:
-    """The processes that train one model together.
-
-    Args:
-        group: Their process group.
-        device: Where the group can communicate.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group = group
-        self.device = device
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-
-    def agree(self, value: int) -> int:
-        """Rank 0's value, on every rank. Values are not negative and have at most 128 bits."""
-        words = torch.tensor([value & (2**62 - 1), (value >> 62) & (2**62 - 1), value >> 124])
-        words = words.to(self.device)
-        dist.broadcast(words, group=self.group, group_src=0)
-        low, middle, high = words.tolist()
-        return int(low | middle << 62 | high << 124)
-
-    def agree_on_rows(self, rows: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Rank 0's table of numbers, on every rank."""
-        shape = (self.agree(len(rows)), self.agree(len(rows[0]) if rows else 0))
-        table = torch.zeros(shape, dtype=torch.float64)
-        if self.rank == 0 and rows:
-            table = torch.tensor(rows, dtype=torch.float64)
-        table = table.to(self.device)
-        dist.broadcast(table, group=self.group, group_src=0)
-        agreed: list[list[float]] = table.tolist()
-        return agreed
-
-    def all(self, condition: bool) -> bool:
-        """Whether it holds on every rank."""
-        flag = torch.tensor([int(condition)], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(flag.item())
-
-    def check_same(self, what: str, *values: Any) -> None:
-        """Refuse to go on if ranks were given different things.
-
-        Raises:
-            ValueError: On every rank, if the values differ between any two.
-        """
-        digest = int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 2
-        if not self.all(self.agree(digest) == digest):
-            raise ValueError(f"{what} must be the same on every rank; rank {self.rank} has {values}")
-
-    def add_up_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, in one message for each type.
-
-        Raises:
-            RuntimeError: Another rank has stopped.
-        """
-        by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for same in by_type.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            try:
-                dist.all_reduce(flat, group=self.group)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "the sum over ranks failed: another rank has stopped. No weight was moved; start all "
-                    "ranks again from the last checkpoint"
-                ) from error
-            parts = torch.split(flat, [tensor.numel() for tensor in same])
-            for tensor, part in zip(same, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
 
 
 def data_parallel(module: Any) -> DistributedDataParallel | None:
@@ -140,43 +68,59 @@ def check_data_parallel(wrapper: DistributedDataParallel, *, sampling: str, poli
         )
 
 
-def part_of_batch(draw: Draw, *, rank: int, size: int) -> Part:
-    """BC: this rank's part of the one mini-set, and its share of it.
+def part_of_each_mini_set(draw: Draw, *, rank: int, size: int) -> Part:
+    """This rank's part of every mini-set (BC has one), and its share of it.
 
-    No part has fewer than two samples: small batches are left to the first ranks, and the others take part
+    No part has fewer than two samples: small mini-sets are left to the first ranks, and the others take part
     with a placeholder of weight zero.
 
-    **Formal guarantee**: the parts of all ranks are disjoint and make up the mini-set, unless it has fewer
-    than two samples; then it contributes zero, as in one process.
+    **Formal guarantee**: the parts of all ranks are disjoint and make up the mini-sets that one process would
+    clip; how a mini-set is split follows from that mini-set alone. If there is none, the draw contributes
+    zero, as in one process.
     """
-    (whole,) = draw
-    if len(whole) < SMALLEST_MINI_SET:
-        return Part(mini_sets=[placeholder()], placeholder=True, share=0.0)
-    active = min(size, len(whole) // SMALLEST_MINI_SET)
-    if rank >= active:
-        return Part(mini_sets=[placeholder()], placeholder=False, share=0.0)
-    own = np.array_split(np.asarray(whole), active)[rank].tolist()
-    return Part(mini_sets=[own], placeholder=False, share=len(own) / len(whole))
+    kept = [mini_set for mini_set in draw if len(mini_set) >= SMALLEST_MINI_SET]
+    if not kept:
+        return Part(mini_sets=[placeholder()], placeholder=True, shares=(0.0,))
+    parts = []
+    for whole in kept:
+        active = min(size, len(whole) // SMALLEST_MINI_SET)
+        parts.append(np.array_split(np.asarray(whole), active)[rank].tolist() if rank < active else [])
+    return Part(
+        mini_sets=[part or placeholder() for part in parts],
+        placeholder=False,
+        shares=tuple(len(part) / len(whole) for part, whole in zip(parts, kept, strict=True)),
+    )
 
 
-def part_of_mini_sets(draw: Draw, *, rank: int, size: int) -> Part:
-    """GBC: the mini-sets that this rank clips; a placeholder if none of them is deliverable."""
-    own = [mini_set for mini_set in draw[rank::size] if len(mini_set) >= SMALLEST_MINI_SET]
-    return Part(mini_sets=own or [placeholder()], placeholder=not own, share=1.0)
+def whole_mini_sets(draw: Draw, *, rank: int, size: int) -> Part:
+    """The mini-sets that this rank clips by itself; a placeholder if none of them is deliverable."""
+    return whole_draw(draw[rank::size])
 
 
-def part_for(plan: SamplingPlan, ranks: Ranks | None) -> Callable[[Draw], Part]:
-    """What a process does of the draws of a plan."""
+def part_for(ranks: Ranks | None, *, whole: bool) -> Callable[[Draw], Part]:
+    """What a process does of a draw.
+
+    Args:
+        ranks: The processes, if there are several.
+        whole: Whether each mini-set is dealt to one rank, or split over all of them.
+    """
     if ranks is None:
         return whole_draw
-    split = part_of_batch if plan.mini_sets == 1 else part_of_mini_sets
-    return partial(split, rank=ranks.rank, size=ranks.size)
+    return partial(whole_mini_sets if whole else part_of_each_mini_set, rank=ranks.rank, size=ranks.size)
 
 
-_SAME = 1e-5  # norms of one and the same gradient, computed on different hardware
+class _UnreducedNorms:
+    """Every rank holds whole gradients."""
+
+    def norms(self, grads: Sequence[Tensor]) -> list[float]:
+        """Norms of the gradients."""
+        return tensor_norms(grads)
+
+    def forget(self) -> None:
+        """DDP keeps nothing back."""
 
 
-class WeightedReduction:
+class WeightedReduction(_UnreducedNorms):
     """BC: DDP's own reduction, each rank's gradient weighted by its share of the batch.
 
     **Formal guarantee**: after ``backward()`` every rank holds the gradient of the whole batch's loss, or the
@@ -189,6 +133,7 @@ class WeightedReduction:
         self.ledger = ledger
         self.mean = mean
         self._reduced: Delivery | None = None
+        self._agreement = Agreement(ranks)
 
     def attach(self, wrapper: DistributedDataParallel) -> None:
         """Take DDP's reduction over."""
@@ -213,15 +158,7 @@ class WeightedReduction:
 
         A second backward around DDP (an auxiliary loss on ``model.module``) would make such a difference.
         """
-        norms = torch.tensor(tensor_norms(clipped), dtype=torch.float64, device=self.ranks.device)
-        extremes = torch.cat([norms, -norms])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.ranks.group)
-        largest, smallest = extremes[: len(norms)], -extremes[len(norms) :]
-        if bool((largest - smallest > _SAME * largest).any()):
-            raise RuntimeError(
-                "the clipped gradients differ from rank to rank: part of this batch's gradient was not "
-                "reduced. Make one backward a batch, through the DistributedDataParallel itself"
-            )
+        self._agreement.check(clipped)
 
 
 def _reduce_weighted(state: WeightedReduction, bucket: Any) -> Any:
@@ -238,7 +175,7 @@ def _reduce_weighted(state: WeightedReduction, bucket: Any) -> Any:
 _reduce_weighted.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 
 
-class SummedReduction:
+class SummedReduction(_UnreducedNorms):
     """GBC: every rank clips its own mini-sets; the clipped sums are added up before the noise.
 
     **Formal guarantee**: every rank releases the same sum over all mini-sets of the draw.

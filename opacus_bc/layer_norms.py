@@ -50,7 +50,7 @@ class _Detour(nn.Module):
 
 
 @contextmanager
-def _training_mode(module: nn.Module) -> Iterator[None]:
+def training_mode(module: nn.Module) -> Iterator[None]:
     """Put a module that is evaluated as a whole into training mode; put every flag back afterwards."""
     flags = [(child, child.training) for child in module.modules()]
     try:
@@ -62,8 +62,8 @@ def _training_mode(module: nn.Module) -> Iterator[None]:
             child.training = flag
 
 
-def public_mini_sets(loader: DataLoader[Any], *, size: int, count: int, seed: int) -> Iterator[Any]:
-    """Up to ``count`` disjoint mini-sets of ``size`` public samples, chosen by ``seed``.
+def public_indices(loader: DataLoader[Any], *, size: int, count: int, seed: int) -> Iterator[list[int]]:
+    """The samples of up to ``count`` disjoint mini-sets of ``size`` public samples, chosen by ``seed``.
 
     **Edge cases**: a public set smaller than ``size`` comes as one mini-set.
 
@@ -75,7 +75,7 @@ def public_mini_sets(loader: DataLoader[Any], *, size: int, count: int, seed: in
         raise PublicDataError("ALC's public loader must be over a data set with an index and a length")
     order = np.random.default_rng(seed).permutation(len(dataset))
     for j in range(max(1, min(count, len(order) // size))):
-        yield loader.collate_fn([dataset[int(i)] for i in order[j * size : (j + 1) * size]])
+        yield order[j * size : (j + 1) * size].tolist()
 
 
 def parameter_norms(
@@ -109,9 +109,11 @@ def parameter_norms(
         seed: Chooses the mini-sets and seeds dropout and the like.
         frozen: Entries that do not count, as masks by name.
     """
+    dataset: Any = loader.dataset
     found: list[dict[str, float]] = []
-    with isolated_randomness(seed, loader), _training_mode(module), torch.enable_grad():
-        for batch in public_mini_sets(loader, size=mini_set_size, count=count, seed=seed):
+    with isolated_randomness(seed, loader), training_mode(module), torch.enable_grad():
+        for indices in public_indices(loader, size=mini_set_size, count=count, seed=seed):
+            batch = loader.collate_fn([dataset[i] for i in indices])
             copies: dict[str, Tensor] = {
                 f"module.{name}": nn.Parameter(p.detach().clone())
                 for name, p in module.named_parameters()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 CHUNKS_OVER_RANKS = (
-    "ranks would make different numbers of backwards: BatchMemoryManager does not go with "
-    "DistributedDataParallel; use more ranks or a smaller batch"
+    "ranks would make different numbers of backwards: BatchMemoryManager does not go with several ranks; use "
+    "more of them or a smaller batch"
 )
 
 

@@ -65,7 +65,7 @@ class DrawSampler(Sampler[list[int]]):
                             ends_set=ends_set,
                             ends_draw=ends_set and j == len(part.mini_sets) - 1,
                             placeholder=part.placeholder,
-                            share=part.share,
+                            share=part.shares[j],
                         )
                     )
                     yield chunk

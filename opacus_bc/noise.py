@@ -46,14 +46,17 @@ def fresh_seed(generator: torch.Generator | None = None) -> int:
 class TorchNoise:
     """Noise from torch generators, one for each device, or from the one generator the user passed.
 
+    ``offset`` keeps processes apart that share a seed and must not share noise.
+
     **Edge cases**: a user's generator on another device than the parameters draws there and moves the noise.
     After a fork the child starts streams of its own: noise that two processes share could be subtracted.
     """
 
     secure = False
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
+    def __init__(self, generator: torch.Generator | None = None, *, offset: int = 0) -> None:
         self._given = generator
+        self._offset = offset
         self._pid = os.getpid()
         self._streams: dict[tuple[torch.device, int], torch.Generator] = {}
         self._seed = fresh_seed() if generator is None else 0
@@ -69,7 +72,7 @@ class TorchNoise:
         if key not in self._streams:
             generator = torch.Generator(device=device)
             # Streams get different seeds: the same noise on two tensors could be subtracted.
-            generator.manual_seed((self._seed + len(self._streams)) % 2**63)
+            generator.manual_seed((self._seed + self._offset + len(self._streams)) % 2**63)
             self._streams[key] = generator
         return self._streams[key]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,12 @@ from opacus_bc.clipping import (
     check_positive,
     clip_coefficients,
     scale_,
+    tensor_norms,
 )
 from opacus_bc.ledger import CHUNKS_OVER_RANKS, Delivery, DrawLedger
 from opacus_bc.noise import NoiseSource
+from opacus_bc.ranks import Reduction
+from opacus_bc.shards import as_gradient_of, local_part
 
 
 @dataclass(kw_only=True)
@@ -43,18 +46,6 @@ class _OpenDraw:
     @property
     def names(self) -> list[str]:
         return [name for block in self.blocks for name in block.names]
-
-
-class Reduction(Protocol):
-    """How several processes make one release."""
-
-    def check(self, delivery: Delivery) -> None:
-        """Refuse a gradient that is not what must be clipped."""
-        ...
-
-    def finish_(self, clipped: Sequence[Tensor]) -> None:
-        """Turn this process's sum of clipped vectors into that of all, in place."""
-        ...
 
 
 class BatchClippingOptimizer(BlockOptimizer):
@@ -132,6 +123,8 @@ class BatchClippingOptimizer(BlockOptimizer):
         everything = list(chain.from_iterable(group["params"] for group in self.param_groups))
         for p in everything:
             p.grad = None
+        if self.reduction is not None:
+            self.reduction.forget()
         self._cleared = set(everything)
 
     def _blocks_under_way(self) -> list[Block] | None:
@@ -205,7 +198,7 @@ class BatchClippingOptimizer(BlockOptimizer):
         self._draw = None
         self._released_blocks = draw.blocks
         for p, value in zip(draw.params, release, strict=True):
-            p.grad = value.to(p.dtype)
+            p.grad = as_gradient_of(p, value)
         return True
 
     def _open(self, delivery: Delivery) -> _OpenDraw:
@@ -249,7 +242,8 @@ class BatchClippingOptimizer(BlockOptimizer):
             return
         draw.unclipped_chunks = None
         self._mask_(grads, draw.names)
-        coefficients = clip_coefficients(grads, draw.blocks)
+        norms = tensor_norms if self.reduction is None else self.reduction.norms
+        coefficients = clip_coefficients(grads, draw.blocks, norms)
         if coefficients is None:
             return  # not finite: this mini-set counts as zero
         if draw.clipped_sum is None:
@@ -263,7 +257,7 @@ class BatchClippingOptimizer(BlockOptimizer):
         stds = [b.noise_std / m for b in draw.blocks for m in b.factors]
         release = draw.clipped_sum
         if release is None:  # nothing was deliverable, or nothing was finite
-            release = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in draw.params]
+            release = [_as_accumulator(p, usable=False) for p in draw.params]
         if self.reduction is not None:
             self.reduction.finish_(release)
         for value, std in zip(release, stds, strict=True):
@@ -279,8 +273,8 @@ def _as_accumulator(p: nn.Parameter, *, usable: bool) -> Tensor:
     """The parameter's gradient in accumulation precision; the tensor itself where that needs no copy."""
     dtype = accumulation_dtype(p.dtype)
     if p.grad is None or not usable:
-        return torch.zeros_like(p, dtype=dtype, requires_grad=False)
-    return p.grad.detach().to(dtype)
+        return torch.zeros_like(local_part(p), dtype=dtype, requires_grad=False)
+    return local_part(p.grad).detach().to(dtype)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -25,6 +25,7 @@ from opacus_bc.optimizer import check_optimizer
 from opacus_bc.release_engine import bare, is_distributed
 from opacus_bc.run import Run
 from opacus_bc.sampling import resolve_sampling
+from opacus_bc.shards import fully_sharded, reshard
 
 
 class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
@@ -135,6 +136,12 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if check_positive("noise_multiplier", noise_multiplier, zero_allowed=True) == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=2)
+        reshard(module)
+        if clipping != "batch" and fully_sharded(module):
+            raise ValueError(
+                f"clipping={clipping!r} needs per-sample gradients, not supported with fully_shard: "
+                "use clipping='batch', or Opacus's DifferentiallyPrivateDistributedDataParallel"
+            )
         check_optimizer(optimizer)
         config = as_alc(alc)
         if config is not None:
@@ -226,6 +233,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
                 "accountant, so the total will be higher than target_epsilon",
                 stacklevel=2,
             )
+        reshard(module)
         kind = resolve_sampling(kwargs.get("sampling"), poisson_sampling=kwargs.get("poisson_sampling", True))
         self._check_accountant(kind)
         warn_of_large_delta(target_delta, [data_loader], "target_delta")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.batch_norm import BatchNormPolicy
-from opacus_bc.distributed import Ranks
+from opacus_bc.ranks import Ranks
 from opacus_bc.sampling import DrawSource, Sampling
 
 
@@ -29,6 +29,7 @@ class Run:
         alc_loader: The public data of adaptive layerwise clipping, if it is in use.
         draws: Where the steps' draws come from, with batch clipping.
         ranks: The processes that train together, if there are several.
+        sharded: What weights and reduces gradients in shards, with FSDP2.
         steps: How often the underlying optimizer has moved the weights.
         planned_steps: For how many the noise was calibrated, if it was.
     """
@@ -43,6 +44,7 @@ class Run:
     alc_loader: DataLoader[Any] | None = None
     draws: DrawSource | None = None
     ranks: Ranks | None = None
+    sharded: Any = None
     steps: int = 0
     planned_steps: int | None = None
 

@@ -66,12 +66,12 @@ class Part:
     Attributes:
         mini_sets: What it delivers, one after the other; never empty.
         placeholder: Whether it stands for nothing and its gradient is discarded.
-        share: This process's share of the (only) mini-set that several processes work on together.
+        shares: This process's share of each mini-set, where several processes work on one together.
     """
 
     mini_sets: Draw
     placeholder: bool
-    share: float = 1.0
+    shares: tuple[float, ...]
 
 
 def placeholder() -> list[int]:
@@ -87,7 +87,7 @@ def whole_draw(draw: Draw) -> Part:
     discarded, and the step is noised, taken and accounted.
     """
     kept = [mini_set for mini_set in draw if len(mini_set) >= SMALLEST_MINI_SET]
-    return Part(mini_sets=kept or [placeholder()], placeholder=not kept)
+    return Part(mini_sets=kept or [placeholder()], placeholder=not kept, shares=(1.0,) * max(1, len(kept)))
 
 
 class DrawSource(Protocol):

@@ -11,28 +11,31 @@ from distributed_support import RUNS, launch, make, results, same_draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opacus_bc.distributed import part_of_batch, part_of_mini_sets
+from opacus_bc.distributed import part_of_each_mini_set, whole_mini_sets
 
 
-@given(st.integers(0, 30), st.integers(1, 6))
-def test_the_ranks_parts_of_a_batch_are_disjoint_and_make_it_up(n: int, size: int) -> None:
-    whole = [10 * i for i in range(n)]
-    parts = [part_of_batch([whole], rank=rank, size=size) for rank in range(size)]
-    if n < 2:
-        assert all(part.placeholder and part.share == 0 for part in parts)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 6))
+def test_the_ranks_parts_of_a_mini_set_are_disjoint_and_make_it_up(sizes: list[int], size: int) -> None:
+    draw = [[100 * j + i for i in range(n)] for j, n in enumerate(sizes)]
+    parts = [part_of_each_mini_set(draw, rank=rank, size=size) for rank in range(size)]
+    kept = [mini_set for mini_set in draw if len(mini_set) >= 2]
+    if not kept:
+        assert all(part.placeholder and part.shares == (0.0,) for part in parts)
         return
-    used = [part for part in parts if part.share > 0]
-    assert sorted(i for part in used for i in part.mini_sets[0]) == whole
-    assert sum(part.share for part in used) == pytest.approx(1.0)
-    assert all(part.share == len(part.mini_sets[0]) / n for part in used)
-    assert all(len(part.mini_sets) == 1 and len(part.mini_sets[0]) >= 2 for part in parts)
-    assert not any(part.placeholder for part in parts)  # all ranks clip the reduced gradient
+    assert not any(part.placeholder for part in parts)  # all ranks clip the reduced gradients
+    for j, whole in enumerate(kept):
+        used = [(part.mini_sets[j], part.shares[j]) for part in parts if part.shares[j] > 0]
+        assert sorted(i for samples, _ in used for i in samples) == whole
+        assert sum(share for _, share in used) == pytest.approx(1.0)
+        assert all(share == len(samples) / len(whole) for samples, share in used)
+    assert all(len(part.mini_sets) == len(part.shares) == len(kept) for part in parts)
+    assert all(len(samples) >= 2 for part in parts for samples in part.mini_sets)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 5))
 def test_every_mini_set_is_clipped_by_exactly_one_rank(sizes: list[int], size: int) -> None:
     draw = [[100 * j + i for i in range(n)] for j, n in enumerate(sizes)]
-    parts = [part_of_mini_sets(draw, rank=rank, size=size) for rank in range(size)]
+    parts = [whole_mini_sets(draw, rank=rank, size=size) for rank in range(size)]
     clipped = [mini_set for part in parts if not part.placeholder for mini_set in part.mini_sets]
     assert sorted(clipped) == sorted(mini_set for mini_set in draw if len(mini_set) >= 2)
     assert all(part.mini_sets for part in parts)
