@@ -28,6 +28,7 @@ from opacus_bc.distributed import (
     attach,
     check_data_parallel,
     data_parallel,
+    joint_statistics,
     part_for,
     ranks_of,
 )
@@ -92,7 +93,7 @@ class BatchEngine(ReleaseEngine):
         wrapper = data_parallel(module)
         ranks, sharding = None, None
         if wrapper is not None:
-            check_data_parallel(wrapper, sampling=sampling, policy=policy.name)
+            check_data_parallel(wrapper, sampling=sampling, policy=policy.name, mini_sets=plan.mini_sets)
             ranks = ranks_of(wrapper)
         elif fully_sharded(plain):
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -107,7 +108,9 @@ class BatchEngine(ReleaseEngine):
         self._remember(data_loader)
 
         whole = wrapper is not None and plan.mini_sets > 1
-        loader = PrivateDataLoader(data_loader, draws=draws, part=part_for(ranks, whole=whole))
+        loader = PrivateDataLoader(
+            data_loader, draws=draws, part=part_for(ranks, whole=whole, joint=joint_statistics(plain))
+        )
         mean = loss_reduction == "mean"
         policy.install(normaliser=plan.dataset_size, adjacency=plan.adjacency)
         with policy.withdrawn_on_error(), ExitStack() as withdrawn:

@@ -8,7 +8,10 @@ the first step. What a rank does of a draw is its own part:
 * GBC: whole mini-sets are dealt to the ranks; DDP reduces nothing, each rank clips its own mini-sets, and the
   clipped sums are added up before the noise.
 
-Per-rank BatchNorm statistics are those of the rank's part, a function of the draw like everything else in g.
+BatchNorm's statistics are those of the rank's part, a function of the draw like everything else in g.
+SyncBatchNorm's are those of the whole batch, which BC clips as one; GBC's mini-sets must not share them.
+(torch weights ranks equally in its backward, so with parts of unequal size g is close to the gradient of the
+batch's loss and not equal to it; it stays a function of the batch.)
 """
 
 from __future__ import annotations
@@ -42,11 +45,14 @@ def ranks_of(wrapper: DistributedDataParallel) -> Ranks:
     return Ranks(wrapper.process_group, next(wrapper.parameters()).device)
 
 
-def check_data_parallel(wrapper: DistributedDataParallel, *, sampling: str, policy: str) -> None:
+def check_data_parallel(
+    wrapper: DistributedDataParallel, *, sampling: str, policy: str, mini_sets: int
+) -> None:
     """Refuse what no single process would do in the same way; changes nothing.
 
     Raises:
-        ValueError: The wrapper has a communication hook of its own, or the sampling cannot be agreed on.
+        ValueError: The wrapper has a communication hook of its own, the sampling cannot be agreed on, or
+            statistics would be shared between mini-sets.
         NotImplementedError: Not built yet.
     """
     if wrapper._comm_hooks:
@@ -56,11 +62,17 @@ def check_data_parallel(wrapper: DistributedDataParallel, *, sampling: str, poli
         )
     if sampling == "shuffle":
         raise ValueError("sampling='shuffle' is each rank's own order: use 'poisson' or 'partition' with DDP")
-    if any(isinstance(child, nn.SyncBatchNorm) for child in wrapper.modules()):
-        raise NotImplementedError(
-            "SyncBatchNorm mixes what ranks compute, placeholders included: use BatchNorm, whose statistics "
-            "are those of a rank's part"
-        )
+    together = dist.get_process_group_ranks(wrapper.process_group)
+    for child in wrapper.modules():
+        if not isinstance(child, nn.SyncBatchNorm):
+            continue
+        if mini_sets > 1:
+            raise ValueError(
+                "SyncBatchNorm shares statistics between mini-sets that are clipped one by one, so a sample "
+                "would move all of them: leave mini_batch_size out, or use BatchNorm"
+            )
+        if dist.get_process_group_ranks(child.process_group or dist.group.WORLD) != together:
+            raise ValueError("SyncBatchNorm and DistributedDataParallel must have the same process group")
     if policy in ("private", "unprotected"):
         raise NotImplementedError(
             f"batch_norm={policy!r} writes statistics that ranks would have to agree on: use a public "
@@ -68,17 +80,19 @@ def check_data_parallel(wrapper: DistributedDataParallel, *, sampling: str, poli
         )
 
 
-def part_of_each_mini_set(draw: Draw, *, rank: int, size: int) -> Part:
+def part_of_each_mini_set(draw: Draw, *, rank: int, size: int, joint: bool = False) -> Part:
     """This rank's part of every mini-set (BC has one), and its share of it.
 
     No part has fewer than two samples: small mini-sets are left to the first ranks, and the others take part
-    with a placeholder of weight zero.
+    with a placeholder of weight zero. Where ranks compute jointly (SyncBatchNorm), a placeholder would enter
+    the others' results: then a mini-set that cannot give every rank a part is not used.
 
     **Formal guarantee**: the parts of all ranks are disjoint and make up the mini-sets that one process would
-    clip; how a mini-set is split follows from that mini-set alone. If there is none, the draw contributes
-    zero, as in one process.
+    clip (``joint``: those of them that are large enough); whether and how a mini-set is split follows from
+    that mini-set alone. If there is none, the draw contributes zero, as in one process.
     """
-    kept = [mini_set for mini_set in draw if len(mini_set) >= SMALLEST_MINI_SET]
+    smallest = SMALLEST_MINI_SET * (size if joint else 1)
+    kept = [mini_set for mini_set in draw if len(mini_set) >= smallest]
     if not kept:
         return Part(mini_sets=[placeholder()], placeholder=True, shares=(0.0,))
     parts = []
@@ -97,16 +111,24 @@ def whole_mini_sets(draw: Draw, *, rank: int, size: int) -> Part:
     return whole_draw(draw[rank::size])
 
 
-def part_for(ranks: Ranks | None, *, whole: bool) -> Callable[[Draw], Part]:
+def part_for(ranks: Ranks | None, *, whole: bool, joint: bool) -> Callable[[Draw], Part]:
     """What a process does of a draw.
 
     Args:
         ranks: The processes, if there are several.
         whole: Whether each mini-set is dealt to one rank, or split over all of them.
+        joint: Whether ranks exchange statistics while they compute.
     """
     if ranks is None:
         return whole_draw
-    return partial(whole_mini_sets if whole else part_of_each_mini_set, rank=ranks.rank, size=ranks.size)
+    if whole:
+        return partial(whole_mini_sets, rank=ranks.rank, size=ranks.size)
+    return partial(part_of_each_mini_set, rank=ranks.rank, size=ranks.size, joint=joint)
+
+
+def joint_statistics(module: nn.Module) -> bool:
+    """Whether a SyncBatchNorm makes ranks exchange the statistics of their parts."""
+    return any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
 
 
 class _UnreducedNorms:

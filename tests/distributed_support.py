@@ -3,70 +3,29 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from support import blobs, engine
+from process_support import fork_ranks, rank_results
+from support import Recorder, blobs, engine
 from torch import nn, optim
+from torch.distributed.nn.functional import all_reduce as sum_over_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import ALC
 
-HERE = Path(__file__).parent
 RANKS = 2
 
 
-def launch(scenario: str, folder: Path, *, ranks: int = RANKS) -> list[subprocess.Popen[str]]:
-    """Start the ranks of a scenario; each writes ``<scenario>.<ranks>.<rank>.pt`` into ``folder``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(HERE.parent),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, __file__, scenario, str(folder)],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-
-
-def results(scenario: str, folder: Path, *, ranks: int = RANKS, timeout: float = 240) -> list[Any]:
+def results(scenario: str, folder: Path) -> list[Any]:
     """Run a scenario to its end and return what each rank found."""
-    processes = launch(scenario, folder, ranks=ranks)
-    outputs = []
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    return [torch.load(result_path(scenario, folder, ranks, r), weights_only=True) for r in range(ranks)]
-
-
-def result_path(scenario: str, folder: Path, ranks: int, rank: int) -> Path:
-    return folder / f"{scenario}.{ranks}.{rank}.pt"
+    return rank_results(__file__, scenario, folder, RANKS)
 
 
 def network(*, norm: bool = False, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -89,6 +48,7 @@ class Training:
         lr: float = 0.1,
         secure: bool = False,
         wrap: dict[str, Any] | None = None,
+        synchronise: bool = False,
         **kwargs: Any,
     ) -> None:
         rank = dist.get_rank() if parallel else 0
@@ -96,6 +56,9 @@ class Training:
         model = network(norm=norm, dtype=dtype)
         if parallel:
             model = DistributedDataParallel(model, **(wrap or {}))
+        if synchronise:  # only now: DistributedDataParallel takes torch's own on a GPU alone
+            model.module[1].__class__ = SynchronisedOnTheCPU
+            model.module[1].process_group = None
         torch.manual_seed(1 + rank)  # ranks differ in their own streams, as they do in practice
         self.engine = engine(secure_mode=secure)
         self.model, self.optimizer, self.loader = self.engine.make_private(
@@ -181,6 +144,50 @@ def same_draws(training: Training, seed: int = 11) -> Training:
 
 def compare() -> dict[str, Any]:
     return {name: same_draws(make(name, parallel=True)).steps(25).found() for name in RUNS}
+
+
+CLIPPED = ("bc", "bc, float32", "bc, small batches", "gbc", "gbc, float32", "gbc, few", "alc")
+
+
+def clipped_sums(name: str, *, parallel: bool) -> list[torch.Tensor]:
+    """What each of eight steps would have noised."""
+    training = same_draws(make(name, parallel=parallel))
+    training.optimizer.noise = recorder = Recorder()
+    training.steps(8)
+    return recorder.steps(8)
+
+
+def clipped() -> dict[str, Any]:
+    return {name: clipped_sums(name, parallel=True) for name in CLIPPED}
+
+
+class SynchronisedOnTheCPU(nn.SyncBatchNorm):
+    """torch's needs a GPU; this one computes the same in training mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        count = torch.tensor([float(len(x))], dtype=x.dtype)
+        count, total, squares = (sum_over_ranks(t) for t in (count, x.sum(0), x.square().sum(0)))
+        mean = total / count
+        scaled = (x - mean) / (squares / count - mean.square() + self.eps).sqrt()
+        return scaled * self.weight + self.bias
+
+
+def synchronised() -> dict[str, Any]:
+    """BC's batch is one unit, so its statistics may be those of all ranks; small batches count as zero."""
+
+    def training(**kwargs: Any) -> Training:
+        return Training(parallel=True, norm=True, synchronise=True, batch_norm="batch", **kwargs)
+
+    whole, small = training(sampling="partition"), training(steps_per_epoch=60)
+    found = {}
+    for name, run in {"whole": same_draws(whole), "small": same_draws(small)}.items():
+        run.optimizer.noise = recorder = Recorder()
+        run.steps(6)
+        found[name] = recorder.steps(6)
+    found["gbc"] = _message(lambda: training(mini_batch_size=6))
+    return found
 
 
 def own_streams() -> dict[str, Any]:
@@ -297,6 +304,8 @@ def refusals() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "compare": compare,
+    "clipped": clipped,
+    "synchronised": synchronised,
     "own_streams": own_streams,
     "bad_data": bad_data,
     "spoiled": spoiled,
@@ -329,21 +338,15 @@ def resumed(folder: Path) -> dict[str, Any]:
     return training.steps(5).found()
 
 
-def main(scenario: str, folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
+def main(scenario: str, folder: Path) -> list[int]:
     if scenario == "killed":
-        killed(folder)
-        return
-    found: dict[str, Any] = {}
+        return fork_ranks(RANKS, folder, lambda rank: killed(folder))
     if scenario == "resumed":
-        found = resumed(folder)
-    else:  # one start for all of them: importing takes longer than running
-        found = {name: run() for name, run in SCENARIOS.items()}
-    torch.save(found, result_path(scenario, folder, dist.get_world_size(), dist.get_rank()))
-    dist.destroy_process_group()
+        return fork_ranks(RANKS, folder, lambda rank: resumed(folder))
+    return fork_ranks(RANKS, folder, lambda rank: {name: run() for name, run in SCENARIOS.items()})
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(sys.argv[1], Path(sys.argv[2]))
+    codes = main(sys.argv[1], Path(sys.argv[2]))
+    print("exit codes", codes)
+    sys.exit(any(codes))

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import traceback
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from distributed_support import public
-from support import blobs, engine
+from process_support import fork_ranks, rank_results
+from support import Recorder, blobs, engine
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -43,22 +39,6 @@ def sharded(model: nn.Sequential, mesh: DeviceMesh, **kwargs: Any) -> nn.Sequent
     fully_shard(model[0], mesh=mesh, **kwargs)
     fully_shard(model, mesh=mesh, **kwargs)
     return model
-
-
-class Recorder:
-    """Stands for the noise: keeps what would have been noised, and adds nothing."""
-
-    secure = False
-
-    def __init__(self) -> None:
-        self.sums: list[Tensor] = []
-        self.stds: list[float] = []
-
-    def reseed(self, seed: int) -> None: ...
-
-    def add_(self, tensor: Tensor, std: float) -> None:
-        self.sums.append(tensor.clone())
-        self.stds.append(std)
 
 
 class Training:
@@ -455,11 +435,7 @@ def replicas_differ(mesh: DeviceMesh) -> dict[str, Any]:
     return {"message": "nothing was raised"}
 
 
-def main(rank: int, folder: Path) -> None:
-    store = f"file://{folder / 'store'}"
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timeout)
-    torch.set_num_threads(1)
+def everything(rank: int) -> dict[str, Any]:
     pair = DeviceMesh("cpu", [0, 1])
     square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicas", "shards"))
     found: dict[str, Any] = {}
@@ -468,40 +444,13 @@ def main(rank: int, folder: Path) -> None:
     dist.barrier()
     found["square"] = {name: SCENARIOS[name](square) for name in REPLICATED}
     found["square"]["replicas_differ"] = replicas_differ(square)
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
-def fork(folder: Path) -> int:
-    """Importing takes longer than running: the ranks are forked from one process that has imported all."""
-    children = []
-    for rank in range(RANKS):
-        if (child := os.fork()) == 0:
-            try:
-                main(rank, folder)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
-
-
-def results(folder: Path, timeout: float = 400) -> list[dict[str, Any]]:
+def results(folder: Path) -> list[dict[str, Any]]:
     """What each rank found in every scenario."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return rank_results(__file__, "all", folder, RANKS)
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    sys.exit(fork(Path(sys.argv[1])))
+    sys.exit(any(fork_ranks(RANKS, Path(sys.argv[2]), everything)))

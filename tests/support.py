@@ -93,6 +93,29 @@ def private_parts(
     return optimizer, loader
 
 
+class Recorder:
+    """Stands for the noise: keeps what would have been noised, and adds nothing."""
+
+    secure = False
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+        self.stds: list[float] = []
+
+    def reseed(self, seed: int) -> None:
+        """There is no stream."""
+
+    def add_(self, tensor: Tensor, std: float) -> None:
+        """See :meth:`opacus_bc.noise.NoiseSource.add_`."""
+        self.sums.append(tensor.clone())
+        self.stds.append(std)
+
+    def steps(self, count: int) -> list[Tensor]:
+        """What each of ``count`` steps would have noised, in one vector."""
+        width = len(self.sums) // count
+        return [torch.cat([t.flatten() for t in self.sums[i * width :][:width]]) for i in range(count)]
+
+
 def weights(model: nn.Module) -> Tensor:
     """All trainable entries in one vector, in float64."""
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])

@@ -5,20 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import distributed_support
 import pytest
 import torch
-from distributed_support import RUNS, launch, make, results, same_draws
+from distributed_support import CLIPPED, RUNS, Training, clipped_sums, make, results, same_draws
 from hypothesis import given
 from hypothesis import strategies as st
+from process_support import run_script
+from support import Recorder
 
 from opacus_bc.distributed import part_of_each_mini_set, whole_mini_sets
 
 
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 6))
-def test_the_ranks_parts_of_a_mini_set_are_disjoint_and_make_it_up(sizes: list[int], size: int) -> None:
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 6), st.booleans())
+def test_the_ranks_parts_of_a_mini_set_are_disjoint_and_make_it_up(
+    sizes: list[int], size: int, joint: bool
+) -> None:
     draw = [[100 * j + i for i in range(n)] for j, n in enumerate(sizes)]
-    parts = [part_of_each_mini_set(draw, rank=rank, size=size) for rank in range(size)]
-    kept = [mini_set for mini_set in draw if len(mini_set) >= 2]
+    parts = [part_of_each_mini_set(draw, rank=rank, size=size, joint=joint) for rank in range(size)]
+    kept = [mini_set for mini_set in draw if len(mini_set) >= (2 * size if joint else 2)]
     if not kept:
         assert all(part.placeholder and part.shares == (0.0,) for part in parts)
         return
@@ -29,6 +34,7 @@ def test_the_ranks_parts_of_a_mini_set_are_disjoint_and_make_it_up(sizes: list[i
         assert sum(share for _, share in used) == pytest.approx(1.0)
         assert all(share == len(samples) / len(whole) for samples, share in used)
     assert all(len(part.mini_sets) == len(part.shares) == len(kept) for part in parts)
+    assert not joint or all(share > 0 for part in parts for share in part.shares)
     assert all(len(samples) >= 2 for part in parts for samples in part.mini_sets)
 
 
@@ -60,6 +66,36 @@ def test_two_ranks_release_what_one_process_releases(name: str, ranks: Any) -> N
         assert together["history"] == alone["history"]
         assert together["epsilon"] == alone["epsilon"]
     assert torch.equal(compared[0][name]["weights"], compared[1][name]["weights"])
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_two_ranks_clip_what_one_process_clips(name: str, ranks: Any) -> None:
+    tolerance = 1e-6 if "float32" in name else 1e-12
+    for rank in ranks:
+        for together, alone in zip(rank["clipped"][name], clipped_sums(name, parallel=False), strict=True):
+            assert (together - alone).norm() <= tolerance * alone.norm()
+
+
+def test_synchronised_statistics_are_those_of_the_whole_batch(ranks: Any) -> None:
+    alone = same_draws(Training(parallel=False, norm=True, batch_norm="batch", sampling="partition"))
+    alone.optimizer.noise = recorder = Recorder()
+    alone.steps(6)
+    for rank in ranks:
+        for together, single in zip(rank["synchronised"]["whole"], recorder.steps(6), strict=True):
+            assert (together - single).norm() <= 1e-12 * single.norm()
+
+
+def test_a_batch_too_small_for_joint_statistics_counts_as_zero(ranks: Any) -> None:
+    draws = iter(same_draws(Training(parallel=False, steps_per_epoch=60)).loader.draws)
+    sizes = [len(next(draws)[0]) for _ in range(6)]
+    assert any(2 <= size < 4 for size in sizes)  # enough for one rank, not for two
+    for rank in ranks:
+        for size, total in zip(sizes, rank["synchronised"]["small"], strict=True):
+            assert (float(total.norm()) > 0) == (size >= 4)
+
+
+def test_mini_sets_must_not_share_statistics(ranks: Any) -> None:
+    assert all("would move all of them" in rank["synchronised"]["gbc"] for rank in ranks)
 
 
 def test_some_ranks_had_nothing_to_do(ranks: Any) -> None:
@@ -116,14 +152,9 @@ def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_stops_the_other_and_the_checkpoint_goes_on(tmp_path: Path) -> None:
-    processes = launch("killed", tmp_path)
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [3, 7], outputs
-    assert "noticed" in outputs[0]
+    done = run_script(distributed_support.__file__, "killed", str(tmp_path), timeout=120)
+    assert "exit codes [3, 7]" in done.stdout, done.stdout
+    assert "noticed: " in done.stdout
     first, second = results("resumed", tmp_path)
     assert first["steps"] == second["steps"] == 10
     assert torch.equal(first["weights"], second["weights"])

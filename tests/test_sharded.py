@@ -41,7 +41,7 @@ def test_shards_clip_what_one_process_clips(name: str, mesh: str, ranks: list[An
 def test_some_ranks_had_nothing_to_do(ranks: list[Any]) -> None:
     # What the test above rests on: placeholders did occur, and the third layer leaves ranks without a row.
     for name in ("bc, small batches", "gbc, small mini-sets"):
-        assert sum(found[name]["empty"] for found in of(ranks, "pair", "compare")) > 3
+        assert sum(found[name]["empty"] for found in of(ranks, "pair", "compare")) > 1
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -81,10 +81,9 @@ def test_no_two_shards_and_no_two_steps_share_a_single_noise_value(
     mesh: str, kind: str, ranks: list[Any]
 ) -> None:
     drawn = torch.cat([ranks[r][mesh]["noise"][kind]["noise"].flatten() for r in (0, 1)])
-    # A shared stream would show however far it is shifted. Weights carry 40 bits of the noise and more, so
-    # chance makes one pair in 10^4 values equal with probability 10^8 / 2^41 < 1e-4; three at the same time
-    # (fixed seeds make it the same every time in any case for "torch") is what we refuse.
-    assert len(drawn) - len(drawn.unique()) <= 2
+    # A shared stream would show however far it is shifted. By chance two of 2 * 10^4 values that differ in
+    # steps of 2^-49 are equal with probability 1e-6.
+    assert len(drawn.unique()) == len(drawn)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +142,7 @@ def test_a_step_makes_no_tensor_larger_than_a_shard(ranks: list[Any]) -> None:
     for rank in (0, 1):
         found = ranks[rank]["pair"]["memory"]
         assert found["own"] == 512 * 4 // 2
-        # FSDP2 reduces a layer's gradients, weight and bias, into one tensor; the whole weight has 2048 entries.
+        # FSDP2 reduces a layer's gradients, weight and bias, into one tensor (whole weight: 2048).
         assert found["largest"] <= (512 * 4 + 512) // 2
 
 
