@@ -25,6 +25,7 @@ from opacus_bc.clipping import (
     noise_against_individual_clipping,
 )
 from opacus_bc.distributed import (
+    LateWrapping,
     attach,
     check_data_parallel,
     data_parallel,
@@ -141,6 +142,8 @@ class BatchEngine(ReleaseEngine):
         )
         private.accounting_hook = self._accounting_hook(plan)
         private.reduction = reduction
+        if ranks is None:
+            LateWrapping(plain)
         if wrapper is not None and ranks is not None:
             private.reduction = attach(wrapper, ranks, loader.ledger, plan, mean=mean)
         self._start(

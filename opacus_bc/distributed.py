@@ -80,6 +80,36 @@ def check_data_parallel(
         )
 
 
+class LateWrapping:
+    """Refuses a DistributedDataParallel that was put around the model after ``make_private``.
+
+    It would average raw gradients of different draws, so that a sample takes part more often than is
+    accounted. Looks at the first training forwards, then takes itself off.
+    """
+
+    _looks = 3
+
+    def __init__(self, module: nn.Module) -> None:
+        self._handle = module.register_forward_pre_hook(self._look)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LateWrapping:
+        return self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
+    def _look(self, module: nn.Module, _inputs: Any) -> None:
+        if not module.training:
+            return
+        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is not None and dist.get_world_size(wrapper.process_group) > 1:
+            raise RuntimeError(
+                "DistributedDataParallel was put around this module after make_private, which draws, clips "
+                "and accounts for one process then: wrap the module first, and make the wrapper private"
+            )
+        self._looks -= 1
+        if self._looks <= 0:
+            self._handle.remove()
+
+
 def part_of_each_mini_set(draw: Draw, *, rank: int, size: int, joint: bool = False) -> Part:
     """This rank's part of every mini-set (BC has one), and its share of it.
 

@@ -287,6 +287,12 @@ def refusals() -> dict[str, Any]:
         nn.functional.cross_entropy(training.model.module(x.double()), y).backward()
         training.optimizer.step()
 
+    def wrapped_later() -> None:
+        training = Training(parallel=False)
+        x, y = next(iter(training.loader))
+        model = DistributedDataParallel(training.model)
+        nn.functional.cross_entropy(model(x.double()), y).backward()
+
     def chunks() -> None:
         Training(parallel=True).loader.with_max_physical_batch_size(4)
 
@@ -296,6 +302,7 @@ def refusals() -> dict[str, Any]:
         "no_sync": _message(unreduced),
         "around ddp": _message(around_ddp),
         "partly reduced": _message(partly_reduced),
+        "wrapped later": _message(wrapped_later),
         "chunks": _message(chunks),
         "private": _message(lambda: Training(parallel=True, norm=True, batch_norm="private")),
         "different": _message(lambda: Training(parallel=True, noise_multiplier=1.0 + dist.get_rank())),

@@ -386,7 +386,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
 
 def held_back(mesh: DeviceMesh) -> dict[str, Any]:
     """A backward that FSDP2 holds back, then a fresh pass: nothing of the first may reach the second."""
-    training = run("bc", mesh)
+    training = run("bc", mesh).same_draws(99)  # other samples than those of the second pass
     x, y = next(iter(training.loader))
     training.model.set_requires_gradient_sync(False)
     (1000 * training.loss(x, y)).backward()

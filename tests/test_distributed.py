@@ -145,6 +145,7 @@ def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:
         assert "not reduced over the ranks" in rank["no_sync"]
         assert "not reduced over the ranks" in rank["around ddp"]
         assert "differ from rank to rank" in rank["partly reduced"]
+        assert "after make_private" in rank["wrapped later"]
         assert "BatchMemoryManager" in rank["chunks"]
         assert rank["private"].startswith("NotImplementedError")
         assert "must be the same on every rank" in rank["different"]
