@@ -142,10 +142,9 @@ class BatchEngine(ReleaseEngine):
         )
         private.accounting_hook = self._accounting_hook(plan)
         private.reduction = reduction
-        if ranks is None:
-            LateWrapping(plain)
         if wrapper is not None and ranks is not None:
             private.reduction = attach(wrapper, ranks, loader.ledger, plan, mean=mean)
+        attached = (LateWrapping(plain),) if ranks is None else () if reduction is None else (reduction,)
         self._start(
             Run(
                 policy=policy,
@@ -158,7 +157,8 @@ class BatchEngine(ReleaseEngine):
                 alc_loader=None if alc is None else alc.public_loader,
                 draws=draws,
                 ranks=ranks,
-                sharded=reduction,
+                sharded=reduction is not None,
+                attached=attached,
             )
         )
         logger.info(

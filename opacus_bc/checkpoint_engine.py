@@ -205,7 +205,7 @@ class CheckpointEngine(ReleaseEngine):
 
 def _refuse_shards(run: Run | None) -> None:
     """One file with one rank's generator states would give all shards the same noise after a resume."""
-    if run is not None and run.sharded is not None:
+    if run is not None and run.sharded:
         raise NotImplementedError(
             "checkpoints of fully_shard models are not built: save the module's and the optimizer's states "
             "with torch.distributed.checkpoint, and engine.accountant.state_dict() beside them"

@@ -93,11 +93,14 @@ class LateWrapping:
         self._handle = module.register_forward_pre_hook(self._look)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateWrapping:
-        return self
+        return self  # a copy of the model is watched by the same counter
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
+    def detach(self) -> None:
+        """Stop looking."""
+        self._handle.remove()
+
     def _look(self, module: nn.Module, _inputs: Any) -> None:
-        if not module.training:
+        if not module.training or torch.compiler.is_compiling():
             return
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if wrapper is not None and dist.get_world_size(wrapper.process_group) > 1:
@@ -107,7 +110,7 @@ class LateWrapping:
             )
         self._looks -= 1
         if self._looks <= 0:
-            self._handle.remove()
+            self.detach()
 
 
 def part_of_each_mini_set(draw: Draw, *, rank: int, size: int, joint: bool = False) -> Part:

@@ -178,8 +178,8 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         if isinstance(keeper, PrivateKeeper) and not keeper.current and not run.policy.finished:
             self._recalibrate(run, None, None)
         run.policy.finish()
-        if run.sharded is not None:
-            run.sharded.detach()
+        for guest in run.attached:
+            guest.detach()
         wrapped = isinstance(run.wrapper, (AbstractGradSampleModule, GradSampleHooks))
         if wrapped and hasattr(run.wrapper, "autograd_grad_sample_hooks"):
             run.wrapper.cleanup()

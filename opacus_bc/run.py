@@ -29,7 +29,8 @@ class Run:
         alc_loader: The public data of adaptive layerwise clipping, if it is in use.
         draws: Where the steps' draws come from, with batch clipping.
         ranks: The processes that train together, if there are several.
-        sharded: What weights and reduces gradients in shards, with FSDP2.
+        sharded: Whether the model is in shards (FSDP2).
+        attached: What hangs on the module until it is finished; each has ``detach()``.
         steps: How often the underlying optimizer has moved the weights.
         planned_steps: For how many the noise was calibrated, if it was.
     """
@@ -44,7 +45,8 @@ class Run:
     alc_loader: DataLoader[Any] | None = None
     draws: DrawSource | None = None
     ranks: Ranks | None = None
-    sharded: Any = None
+    sharded: bool = False
+    attached: tuple[Any, ...] = ()
     steps: int = 0
     planned_steps: int | None = None
 

@@ -1,4 +1,4 @@
-"""Lightning drives the private optimizer and loader as a plain loop does, with either kind of optimization."""
+"""Lightning drives the private optimizer and loader as a plain loop does, optimizing by itself or not."""
 
 from __future__ import annotations
 
