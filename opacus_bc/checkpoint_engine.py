@@ -105,9 +105,12 @@ class CheckpointEngine(ReleaseEngine):
         if not isinstance(path, (str, os.PathLike)):
             write(path)
             return
-        if exact and not self.secure_mode and self._can_be_exact(run):
+        exact = exact and not self.secure_mode and self._can_be_exact(run)
+        if exact:
             ck.write_secret(path, content[ck.KEY]["id"], random_state(run))
         ck.write_atomically(path, write, mode=0o666)
+        if not exact:  # states of an overwritten checkpoint serve nobody but an attacker
+            ck.secret_path(path).unlink(missing_ok=True)
 
     def _can_be_exact(self, run: Run | None) -> bool:
         if run is None or between_draws(run):

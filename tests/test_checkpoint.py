@@ -77,6 +77,20 @@ def test_generator_states_are_in_the_secret_file_alone_and_only_its_owner_reads_
         assert secret in secret_path(path).read_bytes()
 
 
+def test_generator_states_of_overwritten_checkpoints_are_dropped(saved: Any) -> None:
+    training, path = saved
+    names = [torch.load(path, weights_only=True)[KEY]["id"]]
+    for _ in range(2):
+        training.advance(1).save(path)
+        names.append(torch.load(path, weights_only=True)[KEY]["id"])
+    # The one before the last is kept for a process that is killed between writing the two files.
+    assert set(torch.load(secret_path(path), weights_only=True)) == set(names[1:])
+    training.engine.save_checkpoint(
+        path=path, module=training.model, optimizer=training.optimizer, exact=False
+    )
+    assert not secret_path(path).exists()
+
+
 def test_without_generator_states_no_noise_and_no_draw_is_used_twice(saved: Any) -> None:
     # A script that seeds itself would otherwise add its first noise again after the resume.
     _, path = saved

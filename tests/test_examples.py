@@ -36,12 +36,14 @@ def test_finetuning_a_resnet_with_compile_and_autocast() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 @pytest.mark.parametrize("mode", [[], ["--mini-batch-size", "16"]])
-def test_two_ranks_train_and_say_the_same_epsilon(mode: list[str]) -> None:
+def test_two_ranks_train_and_say_the_same_epsilon(script: str, mode: list[str]) -> None:
     small = ["--samples", "512", "--batch-size", "64", "--epochs", "1", *mode]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = run(*launcher, "examples/train_ddp.py", *small)
-    found = re.findall(r"rank (\d): (epsilon .*?accuracy [\d.]+%)", printed)  # ranks may print into one line
+    printed = run(*launcher, f"examples/{script}", *small)
+    found = re.findall(r"rank (\d): .*?(epsilon [\d.]+ after \d+ steps)", printed)  # ranks may share a line
     assert sorted(rank for rank, _ in found) == ["0", "1"]
     assert found[0][1] == found[1][1]
     assert "after 8 steps" in found[0][1]
+    assert "test accuracy" in printed
