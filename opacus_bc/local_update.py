@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opacus_bc.shards import fully_sharded
+
 
 def local_update(
     module: nn.Module,
@@ -31,6 +33,7 @@ def local_update(
 
     Raises:
         ValueError: ``losses`` is empty: no gradient would be left.
+        NotImplementedError: The module is in shards (FSDP2).
 
     Example:
         >>> model = nn.Linear(3, 1)
@@ -40,6 +43,8 @@ def local_update(
         >>> [round(v, 3) for v in model.bias.grad.tolist()]  # 0.1 * 1 + 0.1 * (0.9 + 1)
         [0.29]
     """
+    if fully_sharded(module):
+        raise NotImplementedError("local_update of a fully_shard model has not been shown to be private")
     steps = list(losses)
     if not steps:
         raise ValueError("losses is empty: give one callable for each local step")

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from opacus_bc import ALC
+from opacus_bc import ALC, local_update
 from opacus_bc.distributed import part_of_each_mini_set
 from opacus_bc.shards import as_gradient_of, local_part
 
@@ -360,6 +360,11 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         penalty = sum(p.to_local().square().sum() for p in training.ordered())
         (training.loss(x, y) + x.mean() * penalty).backward()
 
+    def local() -> None:
+        training = Training(mesh)
+        x, y = next(iter(training.loader))
+        local_update(training.model, lambda p: optim.SGD(p, lr=0.1), [lambda: training.loss(x, y)])
+
     def checkpoint() -> None:
         training = Training(mesh)
         training.engine.save_checkpoint(path="never", module=training.model, optimizer=training.optimizer)
@@ -379,6 +384,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "assigned": message(assigned),
         "around": message(around),
         "chunks": message(lambda: Training(mesh).loader.with_max_physical_batch_size(4)),
+        "local update": message(local),
         "checkpoint": message(checkpoint),
         "different": message(lambda: Training(mesh, noise_multiplier=1.0 + dist.get_rank())),
     }

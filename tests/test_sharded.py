@@ -162,6 +162,7 @@ def test_what_cannot_be_shown_to_be_private_is_refused(ranks: list[Any]) -> None
         "assigned": "RuntimeError: the gradient of this batch was not reduced",
         "around": "RuntimeError: a loss term uses sharded parameters",
         "chunks": "ValueError: ranks would make different numbers of backwards",
+        "local update": "NotImplementedError: local_update of a fully_shard model",
         "checkpoint": "NotImplementedError: checkpoints of fully_shard models",
         "different": "ValueError: make_private's arguments must be the same",
     }
