@@ -28,8 +28,10 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The scripts are the sources: notebooks are made from them and executed, each within three minutes on two cores.
 tutorials: venv
-	$(BIN)/python -m pytest -o addopts= --nbmake --overwrite tutorials
+	$(BIN)/jupytext --quiet --update --to ipynb tutorials/*.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= --nbmake --overwrite tutorials
 
 # The scripts that need no data set; the others say in their docstring what they need.
 benchmarks: venv
