@@ -8,7 +8,7 @@ EXTRAS ?= experiments,dev
 WORKERS ?= 2
 BENCHMARKS ?= sampling accounting alc_estimation_cost batch_norm_step_cost performance
 
-.PHONY: compare test test-slow lint format tutorials benchmarks venv clean
+.PHONY: compare test test-slow lint format tutorials docs benchmarks release-check venv clean
 
 compare: venv
 	$(BIN)/python -m opacus_bc compare
@@ -33,6 +33,16 @@ tutorials: venv
 	$(BIN)/jupytext --quiet --update --to ipynb tutorials/*.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= --nbmake --overwrite tutorials
 
+# Warnings are errors. The site is in site/index.html; nothing in it is loaded from elsewhere.
+docs: venv
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Builds wheel and sdist, installs the wheel into an empty environment and tests it there (several GB and minutes).
+release-check: venv
+	$(BIN)/python -m pip install --quiet -e ".[release]"
+	BUILDER=$(abspath $(BIN)/python) WORKERS=$(WORKERS) .ci/release $(PYTHON) $(PINS)
+
 # The scripts that need no data set; the others say in their docstring what they need.
 benchmarks: venv
 	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
@@ -50,4 +60,4 @@ $(STAMP): pyproject.toml
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

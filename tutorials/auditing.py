@@ -167,14 +167,14 @@ for name, result in found.items():
         f"{name:12} claimed ε {result.claimed_epsilon:.2f}, audited ε >= {result.audited_epsilon:.2f}: {result.verdict}"
     )
 
-figure, axes = plt.subplots(1, 2, figsize=(8.5, 2.6), layout="constrained")
+figure, axes = plt.subplots(1, 2, figsize=(8.5, 2.6), layout="constrained", sharex=True)
+everything = np.concatenate([part for r in found.values() for part in (r.scores.present, r.scores.absent)])
+bins = np.linspace(everything.min() - 0.02, everything.max() + 0.02, 40)
 for panel, (name, result) in zip(axes, found.items(), strict=True):
-    everything = np.concatenate([result.scores.present, result.scores.absent])
-    bins = np.linspace(everything.min() - 0.1, everything.max() + 0.1, 30)
     panel.hist(result.scores.absent, bins, color=GREY, alpha=0.6, label="without the canary")
     panel.hist(result.scores.present, bins, color=ORANGE, alpha=0.6, label="with it")
     panel.set(title=f"{name}: {result.verdict}", xlabel="sum of the running mean", yticks=[])
-axes[0].legend(frameon=False, fontsize=9)
+axes[1].legend(frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]

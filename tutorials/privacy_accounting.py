@@ -95,8 +95,8 @@ plt.show()
 # Many small steps together look Gaussian. The paper uses this limit: μ = √2 · q√T · h(σ_eff), and Opacus's accountant `"gdp"` a similar one.
 # A limit is not a bound. Our accountant composes the exact privacy-loss distributions and returns an interval.
 #
-# **Look at** where the dashed lines are *below* the certified lower bound: there the approximation promises privacy that the
-# mechanism does not have.
+# **Look at** where the dashed lines are *below* the certified interval (which is as thin as a line): there the approximation promises
+# privacy that the mechanism does not have.
 
 # %%
 warnings.filterwarnings("ignore", message="GDP accounting is experimental")

@@ -116,7 +116,8 @@ def torchrun(ranks: int, *arguments: str) -> None:
 
 
 torchrun(1)
-torchrun(2, "--checkpoint", "run.pt")
+if not QUICK:
+    torchrun(2, "--checkpoint", "run.pt")
 
 # %% [markdown]
 # With `--mini-batch-size 16` the ranks share out the mini-sets of a draw, clip their own, and add up clipped sums: what is sent is again one vector a step.

@@ -1,0 +1,60 @@
+"""The documentation names what exists, and the numbers that a script prints are the ones on the page."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import opacus_bc
+from opacus_bc import accounting, audit
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+MADE = {"CHANGELOG.md", "SECURITY.md"}  # docs/hooks.py takes them from the root folder
+
+
+def test_every_public_name_has_its_place_in_the_api() -> None:
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    documented = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    for module in (opacus_bc, accounting, audit):
+        assert set(module.__all__) - {"accounting", "register"} <= documented
+
+
+def test_every_page_of_the_navigation_exists_and_every_page_is_in_it() -> None:
+    named = set(
+        re.findall(r"^ +- (?:[^:\n]+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    )
+    notebooks = {f"tutorials/{path.stem}.md" for path in (ROOT / "tutorials").glob("*.ipynb")}
+    assert named == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | MADE | notebooks
+
+
+def test_the_scaling_page_shows_what_the_model_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = ROOT / "benchmarks" / "scaling_model.py"
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    runpy.run_path(str(script), run_name="__main__")
+    table, memory = capsys.readouterr().out.strip().split("\n\n")
+    page = (DOCS / "scaling.md").read_text()
+    assert table in page
+    assert memory.rpartition(": ")[2] in page
+
+
+def test_the_mathematics_names_tests_that_exist() -> None:
+    page = (DOCS / "mathematics.md").read_text()
+    named = set(re.findall(r"`(test_\w+\.py)`", page))
+    assert named
+    assert all((ROOT / "tests" / name).is_file() for name in named)
+
+
+def test_the_version_stands_in_one_place() -> None:
+    for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml"):
+        assert opacus_bc.__version__ not in (ROOT / name).read_text(), name
+
+
+def test_types_are_visible_to_users() -> None:
+    assert (Path(opacus_bc.__file__).parent / "py.typed").is_file()
