@@ -31,7 +31,7 @@ format: venv
 # The scripts are the sources: notebooks are made from them and executed, each within three minutes on two cores.
 tutorials: venv
 	$(BIN)/jupytext --quiet --update --to ipynb tutorials/*.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= --nbmake --overwrite tutorials
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= --nbmake --nbmake-timeout=900 --overwrite tutorials
 
 # Warnings are errors. The site is in site/index.html; nothing in it is loaded from elsewhere.
 docs: venv

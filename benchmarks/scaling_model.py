@@ -27,7 +27,7 @@ class Machine:
         memory_bandwidth: Of the GPU's memory.
         draw: CPU seconds for each index of a global draw (measured: benchmarks/weak_scaling.py).
         coin: CPU seconds for each coin that Opacus's sampler flips (measured: benchmarks/sampling.py).
-        hooks: Opacus's step over a plain one, computing only (measured: benchmarks/step_overhead.py).
+        hooks: Opacus's step over a plain one, computing only (CPU: benchmarks/performance.py).
     """
 
     parameters: float = 1e8
@@ -40,7 +40,7 @@ class Machine:
     memory_bandwidth: float = 1.5e12
     draw: float = 1e-7
     coin: float = 3e-8
-    hooks: float = 3.2
+    hooks: float = 3.0
 
     def reduce(self, ranks: int, numbers: float) -> float:
         """An all-reduce: every number goes out and comes back once; messages go along a tree."""

@@ -207,6 +207,11 @@ if not QUICK:
 folder.cleanup()
 
 # %% [markdown]
+# ## Models that do not fit on one device: FSDP2
+#
+# Not in this version: a model that was sharded with `fully_shard` is refused with a message, because noise that repeats on different shards could be subtracted.
+
+# %% [markdown]
 # ## What to take home
 #
 # - One draw, one noise, one ε, on any number of ranks; a step sends what plain DDP sends (the documentation's page on scaling has the formulas).
