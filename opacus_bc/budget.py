@@ -62,7 +62,7 @@ def effective_multiplier(
 def warn_of_large_delta(delta: float, loaders: Sequence[DataLoader[Any]], name: str = "delta") -> None:
     """Warn of a delta that allows to publish a sample: giving away one of N at random is (0, 1/N)-DP."""
     sizes = [len(loader.dataset) for loader in loaders if isinstance(loader.dataset, Sized)]
-    if sizes and delta * max(sizes) >= 1:
+    if sizes and delta < 1 <= delta * max(sizes):  # what is no probability is refused elsewhere
         warnings.warn(
             f"{name}={delta:g} is no less than 1/{max(sizes)}: publishing a random sample of {max(sizes)} as "
             f"it is would be allowed too; take a much smaller one, e.g. {0.1 / max(sizes):.0e}",
