@@ -62,7 +62,7 @@ class Machine:
         return self.draw * ranks * self.local_batch
 
     def batch_clipping(self, ranks: int) -> float:
-        """BC: plain DDP, the release, and one small reduction that compares norms."""
+        """BC: plain DDP, the release, and one small reduction that compares ranks."""
         step = self.plain(ranks) + self.release() + self.reduce(ranks, 1000)
         return max(step, self.draws(ranks))
 

@@ -46,7 +46,8 @@ def test_every_tutorial_is_tested() -> None:
 def test_a_script_runs_at_its_smallest_setting(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = []
+    shown: list[list[int]] = []
+    plt.close("all")  # what a failed tutorial left open
     monkeypatch.setenv("OPACUS_BC_QUICK", "1")
     monkeypatch.chdir(FOLDER)
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.get_fignums()) or plt.close("all"))
