@@ -17,6 +17,7 @@ from opacus_bc._opacus import (
     get_optimizer_class,
 )
 from opacus_bc.block_optimizer import GRAD_SCALER
+from opacus_bc.ledger import NoFreshBatchError
 from opacus_bc.sampling import Sampling, check_loader
 
 
@@ -152,13 +153,10 @@ class DrawCounter:
         """A step takes a batch.
 
         Raises:
-            RuntimeError: There is none left.
+            NoFreshBatchError: There is none left.
         """
         if self._left < 1:
-            raise RuntimeError(
-                "optimizer.step() needs a new batch of the private loader: none was drawn since the last "
-                "step (a second step on one draw would cost privacy that is not accounted)"
-            )
+            raise NoFreshBatchError("drawn")
         self._left -= 1
 
 

@@ -35,7 +35,7 @@ class Projection:
 
     def __call__(self, features: Floats) -> Floats:
         """Reduce the last axis."""
-        return np.asarray(features @ self.weights - self.offset)
+        return np.asarray(np.dot(features, self.weights) - self.offset)
 
 
 def learn_projection(absent: Floats, present: Floats) -> Projection:
@@ -89,9 +89,11 @@ def likelihood_ratio(mu: float, rate: float, *, steps_per_draw: int = 1) -> Atta
     """
 
     def attack(x: Floats) -> Floats:
-        groups = x.reshape(-1, steps_per_draw, x.shape[-1])
-        total = groups.sum(1) / math.sqrt(steps_per_draw)
-        return np.asarray(log_ratio(total, mu * math.sqrt(steps_per_draw), rate).sum(0))
+        root = math.sqrt(steps_per_draw)
+        total = np.zeros(x.shape[-1])
+        for group in x.reshape(-1, steps_per_draw, x.shape[-1]):  # one at a time stays in the cache
+            total += log_ratio(group.sum(0) / root, mu * root, rate)
+        return total
 
     return attack
 
