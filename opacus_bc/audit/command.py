@@ -42,7 +42,7 @@ def worst_cases(repetitions: int) -> dict[str, Audit]:
         "IC + ALC, one round": (Toy(method="IC + ALC", layers=4, noise_multiplier=2.0), repetitions),
         "IC + public BatchNorm, differentiated": (
             Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
-            repetitions,
+            repetitions // 2,
         ),
         "BC": (Toy(method="BC", **_FIFTY), many),
         "GBC": (Toy(method="GBC", mini_sets=4, **_FIFTY), many),

@@ -121,6 +121,6 @@ def audit_ranks(
         row: See :func:`opacus_bc.audit.claims.judge`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (ranks, folder, toy, repetitions, seed), nprocs=ranks)
+        mp.spawn(worker, (ranks, folder, toy, repetitions, seed), nprocs=ranks)  # type: ignore[attr-defined, no-untyped-call]  # torch types it loosely
         seen = all_ranks(folder, ranks)
     return judge_observed(seen, **row)

@@ -2,13 +2,15 @@
 
 The second half of a run is made by another model, optimizer, loader and engine, set up with the seeds of the
 first ones, as a script that begins with ``torch.manual_seed`` does. Without care it would draw the same
-batches and add the same noise once more.
+batches and add the same noise once more. An exact repetition of the first half would give nothing away, so
+the loss changes its sign after the resume (the adversary chooses it): noise that comes back then cancels.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -51,7 +53,7 @@ def _in_two_parts(
     sums: list[Floats] = []
     for draws in (toy.steps // 2, toy.steps - toy.steps // 2):
         if sums:
-            private = resume(private, make, exact=exact)
+            private = replace(resume(private, make, exact=exact), sign=-1.0)
         taken.append(participation(private, repetitions, draws) if with_canary else np.zeros(0, np.bool_))
         sums.append(releases(private, with_canary=with_canary, draws=draws))
     return private, np.concatenate(taken), np.concatenate(sums)
@@ -86,4 +88,4 @@ def audit_resumed(
         claim=Claim.booked(present.engine, scale=repetitions**0.5),
         noise_stds=present.noise_stds(),
     )
-    return judge_observed(seen, lags=(1, toy.steps // 2), **row)
+    return judge_observed(seen, mirrored_after=toy.steps // 2, **row)

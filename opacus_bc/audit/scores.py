@@ -98,15 +98,17 @@ def likelihood_ratio(mu: float, rate: float, *, steps_per_draw: int = 1) -> Atta
     return attack
 
 
-def repeated_noise(mu: float, *, lag: int) -> Attack:
+def repeated_noise(mu: float, *, lag: int, sign: float = 1.0) -> Attack:
     """Looks for noise that comes back after ``lag`` steps: then steps alike in data are alike in output.
+
+    With ``sign=-1`` the loss had the opposite sign in one of the two, so that noise comes back reversed.
 
     The score is minus the number of pairs of steps that differ by less than a hundredth of the canary's
     shift: a canary makes them rarer. Noise that is fresh at every step makes the count uninformative.
     """
 
     def attack(x: Floats) -> Floats:
-        return -np.asarray((np.abs(x[lag:] - x[:-lag]) < 0.01 * mu).sum(0), dtype=np.float64)
+        return -np.asarray((np.abs(x[lag:] - sign * x[:-lag]) < 0.01 * mu).sum(0), dtype=np.float64)
 
     return attack
 

@@ -90,8 +90,9 @@ class PrivateToy:
     loader: Any
     data: Tensor
     copies: int
-    # Every step's movement of the weights, which go back to zero before anything else looks at them.
+    # Every step's movement of the weights, which go back to the start before anything else looks at them.
     movements: list[Tensor] = field(default_factory=list)
+    sign: float = 1.0  # of the loss, and undone in what is released
 
     @property
     def canary(self) -> int:
@@ -110,13 +111,13 @@ class PrivateToy:
     def step(self, x: Tensor) -> None:
         """What the user's loop does with a delivered batch."""
         self.optimizer.zero_grad()
-        self.model(x).mean().backward()
+        (self.sign * self.model(x)).mean().backward()
         self.optimizer.step()
 
     def released(self, start: int = 0) -> Floats:
         """The noised sums of the steps from number ``start`` on, shape ``(steps, width, features)``."""
         moved = torch.stack(self.movements[start:])  # in the model's precision, which halves the memory
-        return np.asarray(moved.mul_(float(self.optimizer.expected_batch_size)).numpy())
+        return np.asarray(moved.mul_(self.sign * float(self.optimizer.expected_batch_size)).numpy())
 
     def noise_stds(self) -> Floats:
         """Noise that the optimizer says it adds to every feature of the sum."""

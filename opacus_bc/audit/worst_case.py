@@ -8,7 +8,7 @@ two mini-sets through the real loader and writes both into the real accountant, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Unpack
@@ -167,18 +167,19 @@ def observe(toy: Toy, *, repetitions: int, seed: int = 0, steps_per_draw: int = 
 
 
 def attacks(
-    mu: float, rate: float, steps: int, steps_per_draw: int, lags: Sequence[int]
+    mu: float, rate: float, steps: int, steps_per_draw: int, mirrored_after: int
 ) -> dict[str, Attack]:
     """The statistics that are tried; one half of the repetitions decides which is used."""
     found = {"likelihood ratio": likelihood_ratio(mu, rate, steps_per_draw=steps_per_draw)}
-    if rate < 1:
-        lagged = {f"repeated noise, lag {lag}": repeated_noise(mu, lag=lag) for lag in lags if lag < steps}
-        found |= lagged
+    if steps > 1 and rate < 1:
+        found["repeated noise"] = repeated_noise(mu, lag=1)
+    if mirrored_after:
+        found["noise of the first steps"] = repeated_noise(mu, lag=mirrored_after, sign=-1.0)
     return found
 
 
 def judge_observed(
-    seen: Observed, *, steps_per_draw: int = 1, lags: Sequence[int] = (1,), **row: Unpack[Row]
+    seen: Observed, *, steps_per_draw: int = 1, mirrored_after: int = 0, **row: Unpack[Row]
 ) -> AuditResult:
     """Learn the best statistic on one half of the repetitions, judge the claim by the other.
 
@@ -187,7 +188,7 @@ def judge_observed(
     Args:
         seen: What was observed.
         steps_per_draw: See :func:`observe`.
-        lags: After how many steps noise might come back.
+        mirrored_after: From this step on the loss has the opposite sign; 0 for a run without that.
         row: See :func:`opacus_bc.audit.claims.judge`.
     """
     # Every second repetition learns, as in Scores.halves; the others judge.
@@ -199,10 +200,8 @@ def judge_observed(
     if seen.claim.sampling == "shuffle":  # the adversary looks at the steps that have the canary
         x_present, x_absent = x_present[seen.taken[:, 0]], x_absent[seen.taken[:, 0]]
         rate = 1.0
-    candidates = {
-        attack: Scores(score(x_present), score(x_absent))
-        for attack, score in attacks(projection.mu, rate, len(x_absent), steps_per_draw, lags).items()
-    }
+    tried = attacks(projection.mu, rate, len(x_absent), steps_per_draw, mirrored_after)
+    candidates = {attack: Scores(score(x_present), score(x_absent)) for attack, score in tried.items()}
     # Content without the canary is the same at every step: what varies is noise and nothing else.
     ratios = seen.without[0].std(axis=0, ddof=1, dtype=np.float64) / seen.noise_stds
     level = VERDICT_LEVEL / row.get("audits", 1)
