@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opacus_bc.noise import global_randomness
+
 
 def local_update(
     module: nn.Module,
@@ -53,7 +55,7 @@ def local_update(
     ]
     devices = {p.device.index or 0 for p in params if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted(devices)):
+        with global_randomness(), torch.random.fork_rng(devices=sorted(devices)):
             local = make_optimizer(params)
             for loss in steps:
                 local.zero_grad(set_to_none=True)

@@ -2,9 +2,9 @@
 
 Hypothesis draws a *case*: blocks of layers (convolutions, linear layers, BatchNorm, attention, shared and
 frozen parameters), how they are clipped, drawn and normalised, the precision and the parameter groups. Every
-test is boxed in time: examples after ``FUZZ_SECONDS`` (default 5) seconds pass at once. ``FUZZ_SEED`` changes
-the examples, ``FUZZ_EXAMPLES`` their number; seed and box are printed, and hypothesis prints how to repeat a
-failure.
+test is boxed in time: examples after ``FUZZ_SECONDS`` (default 5) seconds of computing pass at once.
+``FUZZ_SEED`` changes the examples, ``FUZZ_EXAMPLES`` their number; seed and box are printed, and hypothesis
+prints how to repeat a failure.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Box:
     def closed(self) -> bool:
         if self.end is None:
             print(f"FUZZ_SEED={SEED} FUZZ_SECONDS={SECONDS:g}")
-            self.end = time.monotonic() + SECONDS
-        return time.monotonic() > self.end
+            self.end = time.process_time() + SECONDS  # a loaded machine tests as much as an idle one
+        return time.process_time() > self.end
 
 
 # --- random models ----------------------------------------------------------------------------------------
@@ -381,7 +381,13 @@ def test_epsilon_grows_with_steps_rate_and_layers_and_falls_with_noise(
 
     base = epsilon()
     slack = 1e-3 * base + 1e-9  # upper bounds carry up to this much numerical allowance
-    assert epsilon(steps=math.ceil(steps * factor)) >= base - slack
-    assert epsilon(sample_rate=min(1.0, q * factor)) >= base - slack
-    assert epsilon(layers=math.ceil(layers * factor)) >= base - slack
-    assert epsilon(noise_multiplier=sigma * factor) <= base + slack
+    more = [epsilon(steps=math.ceil(steps * factor)), epsilon(sample_rate=min(1.0, q * factor))]
+    assert all(value >= base - slack for value in more)
+    layered, noised = epsilon(layers=math.ceil(layers * factor)), epsilon(noise_multiplier=sigma * factor)
+    assert layered >= base - slack
+    assert noised <= base + slack
+    if base > 0.01 and math.isfinite(base):  # and each of them counts
+        assert noised < base < layered
+        if sampling != "shuffle":  # there, only whole passes do
+            assert more[0] > base
+            assert more[1] > base or q > 0.95
