@@ -223,7 +223,7 @@ def audit_buffers(
         return float(norm.running_mean.abs() + norm.running_var)
 
     scores = _collect(train, runs, seed, progress)
-    setting = f"BatchNorm, {policy} statistics"
+    setting = f"BatchNorm, {'public, differentiated' if policy == 'individual' else policy} statistics"
     return judge({"running statistics": scores}, curves[0], setting=setting, **row)
 
 
