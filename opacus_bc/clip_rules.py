@@ -71,9 +71,12 @@ def check_alc(
     check_disjoint(config.public_loader, data_loader)
     if config.freeze is not None:
         check_freezable(optimizer)
+    parameters = trainable(module, optimizer)
+    if not parameters:
+        raise ValueError("optimizer has no trainable parameters of module: there is nothing to clip")
     effective_per_multiplier(
         config,
-        trainable(module, optimizer),
+        parameters,
         unit="mini-set" if clipping == "batch" else "sample",
         adjacency=individual_adjacency(sampling),
     )

@@ -25,6 +25,7 @@ from opacus_bc.stock import (
     count_draws,
     guard_frozen_parameters,
     guard_grad_scaler,
+    guard_noise,
     guard_per_layer_bounds,
     individual_hook,
     one_step_per_draw,
@@ -125,6 +126,7 @@ class IndividualEngine(ReleaseEngine):
         guard_per_layer_bounds(private_optimizer)
         guard_frozen_parameters(private_optimizer)
         guard_grad_scaler(private_optimizer)
+        guard_noise(private_optimizer)
         counter = count_draws(result[-1], private_optimizer)
         if isinstance(private_optimizer, IndividualClippingOptimizer):
             private_optimizer.attach_to(module, hooks=result[0])

@@ -14,6 +14,16 @@ CHUNKS_OVER_RANKS = (
 )
 
 
+class NoFreshBatchError(RuntimeError):
+    """A step for which nothing was drawn: it would use a draw twice. Raised before anything changes."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(
+            f"optimizer.step() needs a new batch of the private loader: none was {verb} since the last step "
+            "(a second step on one draw would cost privacy that is not accounted)"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
     """One batch as handed to the user's loop: a mini-set, or a physical chunk of one.
@@ -172,13 +182,11 @@ class DrawLedger:
         """The one delivery that a step may use.
 
         Raises:
-            RuntimeError: There is none, or more than one.
+            NoFreshBatchError: There is none.
+            RuntimeError: There is more than one.
         """
         if not self._outstanding:
-            raise RuntimeError(
-                "optimizer.step() needs a new batch of the private loader: none was delivered since the last "
-                "step (a second step on one draw would cost privacy that is not accounted)"
-            )
+            raise NoFreshBatchError("delivered")
         if len(self._outstanding) > 1:
             raise RuntimeError(
                 "several batches were delivered since the last optimizer.step(): call backward() and step() "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opacus_bc.noise import global_randomness
 from opacus_bc.shards import fully_sharded
 
 
@@ -58,7 +59,7 @@ def local_update(
     ]
     devices = {p.device.index or 0 for p in params if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=sorted(devices)):
+        with global_randomness(), torch.random.fork_rng(devices=sorted(devices)):
             local = make_optimizer(params)
             for loss in steps:
                 local.zero_grad(set_to_none=True)

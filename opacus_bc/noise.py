@@ -8,7 +8,10 @@ default generator again.
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -38,9 +41,33 @@ class NoiseSource(Protocol):
         ...
 
 
+_global_streams = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _global_streams
+    _global_streams = threading.RLock()  # the thread that held it does not exist in a forked child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+@contextmanager
+def global_randomness() -> Iterator[None]:
+    """Have torch's, numpy's and Python's global random streams for oneself.
+
+    Public data are read with these streams seeded by a public number, and put back afterwards. Private noise
+    or draws that another thread took from them meanwhile would be known, and come again later.
+    """
+    with _global_streams:
+        yield
+
+
 def fresh_seed(generator: torch.Generator | None = None) -> int:
     """Draw a 63-bit seed from ``generator`` (torch's default one if None)."""
-    return int(torch.randint(0, 2**63 - 1, (), generator=generator).item())
+    with global_randomness():
+        return int(torch.randint(0, 2**63 - 1, (), generator=generator).item())
 
 
 class TorchNoise:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from opacus_bc.noise import global_randomness
 
 # Larger data sets are fingerprinted on this many evenly spaced samples.
 _HASHED_SAMPLES = 4096
@@ -109,7 +111,7 @@ def isolated_randomness(seed: int, *loaders: DataLoader[Any]) -> Iterator[None]:
     """Run the body with every random stream seeded, and put the streams back afterwards.
 
     Covers torch (and CUDA devices in use), numpy's global state, Python's ``random`` and the generators of
-    ``loaders`` and of their samplers.
+    ``loaders`` and of their samplers. Other threads get no private randomness from these streams meanwhile.
 
     >>> before = torch.get_rng_state()
     >>> with isolated_randomness(7):
@@ -119,6 +121,12 @@ def isolated_randomness(seed: int, *loaders: DataLoader[Any]) -> Iterator[None]:
     >>> torch.equal(before, torch.get_rng_state())
     True
     """
+    with global_randomness(), _seeded(seed, loaders):
+        yield
+
+
+@contextmanager
+def _seeded(seed: int, loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
     candidates = [loader.generator for loader in loaders] + [
         getattr(loader.sampler, "generator", None) for loader in loaders
     ]

@@ -17,6 +17,8 @@ from opacus_bc._opacus import (
     get_optimizer_class,
 )
 from opacus_bc.block_optimizer import GRAD_SCALER
+from opacus_bc.ledger import NoFreshBatchError
+from opacus_bc.noise import global_randomness
 from opacus_bc.sampling import Sampling, check_loader
 
 
@@ -104,6 +106,17 @@ def guard_frozen_parameters(optimizer: DPOptimizer) -> None:
     optimizer.original_optimizer.register_step_pre_hook(drop)
 
 
+def guard_noise(optimizer: DPOptimizer) -> None:
+    """Let Opacus's own optimizers take noise from torch's default generator in no other thread's time."""
+    pre_step = optimizer.pre_step
+
+    def alone(closure: Any = None) -> Any:
+        with global_randomness():
+            return pre_step(closure)
+
+    optimizer.pre_step = alone
+
+
 def guard_grad_scaler(optimizer: DPOptimizer) -> None:
     """Refuse ``torch.amp.GradScaler``, whose scale and skipped steps follow from private gradients."""
 
@@ -152,13 +165,10 @@ class DrawCounter:
         """A step takes a batch.
 
         Raises:
-            RuntimeError: There is none left.
+            NoFreshBatchError: There is none left.
         """
         if self._left < 1:
-            raise RuntimeError(
-                "optimizer.step() needs a new batch of the private loader: none was drawn since the last "
-                "step (a second step on one draw would cost privacy that is not accounted)"
-            )
+            raise NoFreshBatchError("drawn")
         self._left -= 1
 
 
@@ -169,7 +179,12 @@ class CountedPoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc
 
     def __iter__(self) -> Iterator[list[int]]:
         self.counter.begin_pass()
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        while True:
+            with global_randomness():
+                batch = next(batches, None)
+            if batch is None:
+                return
             self.counter.drawn()
             yield batch
 

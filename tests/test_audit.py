@@ -25,6 +25,7 @@ from opacus_bc.audit.bounds import (
 )
 from opacus_bc.audit.canaries import audit_many_canaries
 from opacus_bc.audit.one_run import curve_refuted_in_one_run, guess, one_run_epsilon, one_run_p_value
+from opacus_bc.audit.resumed import audit_resumed
 from opacus_bc.audit.scores import learn_projection, likelihood_ratio, log_ratio, repeated_noise, silent_steps
 from opacus_bc.audit.toys import make_toy
 
@@ -248,6 +249,7 @@ METHODS = {
     "IC + ALC": Toy(method="IC + ALC", layers=3, noise_multiplier=2.0),
     "shuffle": Toy(method="BC", sampling="shuffle", steps_per_epoch=3, steps=2),
     "IC shuffle": Toy(method="IC", sampling="shuffle", steps_per_epoch=3, steps=2),
+    "IC + BatchNorm": Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
 }
 
 
@@ -269,6 +271,16 @@ def test_a_run_of_fifty_sampled_steps_is_audited_to_45_percent_of_its_claimed_ep
     assert result.verdict == "holds"
     assert 0.45 * claimed <= result.audited_epsilon <= claimed
     assert result.audited_epsilon < result.family_epsilon <= claimed
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_run_that_was_resumed_is_audited_as_tightly_as_one_that_was_not(exact):
+    toy = Toy(method="BC", steps=10, steps_per_epoch=5)
+    result = audit_resumed(toy, name="resumed", repetitions=20_000, exact=exact, audits=20)
+    assert result.setting == "T = 10, q = 0.2, σ_eff = 1"  # both halves are booked
+    assert result.verdict == "holds"
+    assert 0.8 < result.ratio <= 1.0
+    assert result.attack == "likelihood ratio"
 
 
 def test_a_fixed_partition_is_audited_with_draws_of_its_own():
@@ -317,6 +329,39 @@ def test_every_run_gets_a_seed_of_its_own():
     seeds: list[int] = []
     audit_training(lambda present, seed: float(seeds.append(seed) or 0), HALF, runs=10)
     assert len(set(seeds)) == 20
+
+
+def test_a_claim_is_what_the_accountant_of_the_run_has_booked():
+    """Steps, or passes, noise and rate come out of the history; epsilon is the engine's own."""
+    toys = {
+        "BC": (Toy(method="BC", steps_per_epoch=2), 5, 5),
+        "IC": (Toy(method="IC", steps_per_epoch=2, noise_multiplier=2.0), 3, 3),
+        "partition": (Toy(method="BC", sampling="partition", steps_per_epoch=2), 3, 3),
+        "shuffle": (Toy(method="BC", sampling="shuffle", steps_per_epoch=2), 6, 3),
+    }
+    for toy, draws, booked in toys.values():
+        private = make_toy(toy, canaries=1)
+        wc.releases(private, with_canary=True, draws=draws)
+        claim = Claim.booked(private.engine)
+        assert claim.steps == booked
+        assert claim.epsilon(1e-5) == private.engine.get_epsilon(1e-5)
+        ours, engines = claim.tradeoff(), private.engine.get_tradeoff()
+        np.testing.assert_array_equal(ours(np.linspace(0, 1, 9)), engines(np.linspace(0, 1, 9)))
+        assert Claim.booked(private.engine, scale=3.0).noise_multiplier == 3 * claim.noise_multiplier
+
+
+def test_a_history_of_several_kinds_is_no_single_claim():
+    private = make_toy(Toy(method="BC"), canaries=1)
+    with pytest.raises(ValueError, match="steps of one kind"):
+        Claim.booked(private.engine)  # nothing is booked
+    wc.releases(private, with_canary=True, draws=1)
+    private.engine.accountant.step(noise_multiplier=2.0, sample_rate=1.0)
+    with pytest.raises(ValueError, match="steps of one kind"):
+        Claim.booked(private.engine)
+    private.engine.accountant.history = []
+    private.engine.accountant.release(noise_multiplier=2.0, adjacency="add/remove one")
+    with pytest.raises(ValueError, match="steps of one kind"):
+        Claim.booked(private.engine)
 
 
 def test_a_result_explains_itself():

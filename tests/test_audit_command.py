@@ -62,6 +62,13 @@ def test_the_committed_table_has_the_commands_format_and_refutes_no_claim() -> N
     assert all(len(cells) == len(report.COLUMNS) for cells in rows)
     assert all(float(cells[-2]) <= 1 for cells in rows)
     assert "`opacus-bc audit" in table
+    fifty = [cells for cells in rows if cells[1].startswith("T = 50, q = 0.1, σ_eff = 1")]
+    vectorised = [cells for cells in fifty if cells[0] in ("BC", "GBC", "IC", "BC + ALC")]
+    assert len(vectorised) == 4
+    assert all(float(cells[4]) >= 0.45 * float(cells[3]) for cells in vectorised)  # assuming nothing
+    gaussian = [cells for cells in rows if ", one round" in cells[0]]
+    assert len(gaussian) == 6
+    assert all(float(cells[-2]) >= 0.85 for cells in gaussian)
 
 
 def test_a_refuted_claim_is_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:

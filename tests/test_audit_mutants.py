@@ -18,14 +18,19 @@ import torch
 
 import opacus_bc.batch_engine as batch_engine
 import opacus_bc.clipping as clipping
+import opacus_bc.norm_gradients as norm_gradients
+from opacus_bc.accounting import FDPAccountant
 from opacus_bc.audit.claims import AuditResult
-from opacus_bc.audit.command import all_audits
-from opacus_bc.audit.toys import Toy
+from opacus_bc.audit.command import all_audits, second_step
+from opacus_bc.audit.resumed import audit_resumed
+from opacus_bc.audit.toys import PrivateToy, Toy, make_toy
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
-from opacus_bc.audit.worst_case import audit_worst_case
+from opacus_bc.audit.worst_case import audit_worst_case, releases
 from opacus_bc.batch_norm import BatchNormPolicy
+from opacus_bc.ledger import NoFreshBatchError
 from opacus_bc.loader import DrawLedger
 from opacus_bc.noise import TorchNoise
+from opacus_bc.norm_types import ConstantStatistics
 from opacus_bc.optimizer import BatchClippingOptimizer
 from opacus_bc.sampling import PoissonBins
 
@@ -176,6 +181,67 @@ def buffers_released(patch: Patch) -> None:
     patch.setattr("opacus_bc.public_statistics.PublicKeeper.refresh", lambda self: None)
 
 
+def accountant_drops_steps(patch: Patch) -> None:
+    """Every second step is not booked."""
+    step = FDPAccountant.step
+
+    def forgetful(self: Any, **what: Any) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls % 2:
+            step(self, **what)
+
+    patch.setattr(FDPAccountant, "step", forgetful)
+
+
+def resume_repeats_the_noise(patch: Patch) -> None:
+    """The script's seeds stay in force: the resumed run begins with the noise of the first steps."""
+    patch.setattr("opacus_bc.checkpoint_engine.draw_fresh_randomness", lambda run: None)
+
+
+def resume_forgets_what_was_booked(patch: Patch) -> None:
+    patch.setattr(FDPAccountant, "load_state_dict", lambda self, state: None)
+
+
+def _in_training(layer: Any) -> bool:
+    return bool(layer.training and layer.collecting is None)
+
+
+def statistics_of_the_private_batch(patch: Patch) -> None:
+    """Individual clipping normalises with its own batch: one sample moves the gradients of all."""
+    forward = ConstantStatistics.forward
+
+    def own(self: Any, x: Any) -> Any:
+        if _in_training(self):
+            self.constant_var, self.constant_mean = torch.var_mean(x.detach(), 0)
+        return forward(self, x)
+
+    patch.setattr(ConstantStatistics, "forward", own)
+
+
+def one_gradient_through_the_statistics_for_all(patch: Patch) -> None:
+    """What goes through the statistics is computed once a batch and given to every sample."""
+    rows = norm_gradients._upstream_grads
+
+    def shared(before: Any, into_mean: Any, into_var: Any) -> Any:
+        means = (into.mean(0, keepdim=True).expand_as(into) for into in (into_mean, into_var))
+        return rows(before, *means)
+
+    patch.setattr(norm_gradients, "_upstream_grads", shared)
+
+
+def individual_buffers_released(patch: Patch) -> None:
+    """Private forwards under individual clipping write running statistics, and nobody looks."""
+    forward = ConstantStatistics.forward
+
+    def writing(self: Any, x: Any) -> Any:
+        if _in_training(self):
+            self.running_var.lerp_(x.detach().var(0), self.momentum)
+        return forward(self, x)
+
+    patch.setattr(ConstantStatistics, "forward", writing)
+    patch.setattr("opacus_bc.public_statistics.PublicKeeper.refresh", lambda self: None)
+
+
 # --- the audits -------------------------------------------------------------------------------------------
 
 FIFTY = {"steps": 50, "steps_per_epoch": 10}
@@ -202,6 +268,16 @@ EMPTY = partial(
 )
 CHUNKS = partial(audit_chunks, name="chunks", runs=150)
 BUFFERS = partial(audit_buffers, name="buffers", runs=60, noise_multiplier=8.0)
+INDIVIDUAL_BUFFERS = partial(BUFFERS, policy="individual")
+NORM = partial(
+    audit_worst_case,
+    Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
+    name="IC + BatchNorm",
+    repetitions=10_000,
+)
+RESUMED = partial(
+    audit_resumed, Toy(method="BC", **FIFTY), name="resumed", repetitions=20_000, exact=False, seed=1
+)
 
 
 @dataclass(frozen=True)
@@ -226,6 +302,14 @@ TABLE = {
     "two steps on one draw": Mutant(two_steps_on_one_draw, TWICE),
     "contiguous chunks": Mutant(contiguous_chunks, CHUNKS),
     "BatchNorm buffers released": Mutant(buffers_released, BUFFERS),
+    "accountant drops steps": Mutant(accountant_drops_steps, RUN),
+    "noise repeated after a resume": Mutant(resume_repeats_the_noise, RESUMED),
+    "steps before a resume forgotten": Mutant(resume_forgets_what_was_booked, RESUMED),
+    "IC with statistics of the private batch": Mutant(statistics_of_the_private_batch, NORM),
+    "IC with one gradient through the statistics for all": Mutant(
+        one_gradient_through_the_statistics_for_all, NORM
+    ),
+    "BatchNorm buffers released under IC": Mutant(individual_buffers_released, INDIVIDUAL_BUFFERS),
 }
 
 
@@ -238,10 +322,11 @@ def test_every_deliberate_bug_is_caught(name: str, monkeypatch: Patch) -> None:
     assert result.verdict == mutant.verdict
 
 
-FEWER = [partial(audit, runs=20) for audit in (EMPTY, CHUNKS, BUFFERS)]
+FEWER = [partial(audit, runs=20) for audit in (EMPTY, CHUNKS, BUFFERS, INDIVIDUAL_BUFFERS)]
+EXACT = partial(RESUMED, exact=True)
 
 
-@pytest.mark.parametrize("audit", [BC, GBC, ALC, SCALE, RUN, *FEWER])
+@pytest.mark.parametrize("audit", [BC, GBC, ALC, SCALE, RUN, NORM, RESUMED, EXACT, *FEWER])
 def test_the_same_audits_find_nothing_in_the_package_as_it_is(audit: Callable[..., AuditResult]) -> None:
     # Each verdict is wrong with probability at most 0.001 / AUDITS.
     result = audit(audits=AUDITS)
@@ -249,8 +334,48 @@ def test_the_same_audits_find_nothing_in_the_package_as_it_is(audit: Callable[..
 
 
 def test_a_second_step_on_one_batch_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="needs a new batch"):
+    with pytest.raises(NoFreshBatchError, match="needs a new batch"):
         TWICE(audits=AUDITS)
+    row = second_step(delta=1e-5, audits=AUDITS, seed=0)
+    assert (row.verdict, row.setting) == ("holds", "T = 1, q = 0.1, σ_eff = 0.7")  # one step is booked
+
+
+def test_the_commands_row_audits_a_second_step_that_is_not_refused(monkeypatch: Patch) -> None:
+    two_steps_on_one_draw(monkeypatch)
+    assert second_step(delta=1e-5, audits=AUDITS, seed=0).verdict == "VIOLATION"
+
+
+def test_an_audit_that_breaks_down_is_not_taken_for_a_refusal(monkeypatch: Patch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PrivateToy, "step", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        second_step(delta=1e-5, audits=AUDITS, seed=0)
+
+
+def test_a_refused_step_that_has_moved_weights_is_a_violation(monkeypatch: Patch) -> None:
+    step = PrivateToy.step
+
+    def leaving_a_trace(self: Any, x: Any) -> None:
+        try:
+            step(self, x)
+        except NoFreshBatchError:
+            with torch.no_grad():
+                next(self.inner.parameters()).add_(1.0)
+            raise
+
+    monkeypatch.setattr(PrivateToy, "step", leaving_a_trace)
+    assert second_step(delta=1e-5, audits=AUDITS, seed=0).verdict == "VIOLATION"
+
+
+def test_an_engine_states_no_epsilon_for_steps_that_its_accountant_has_dropped(monkeypatch: Patch) -> None:
+    accountant_drops_steps(monkeypatch)
+    private = make_toy(Toy(method="BC", steps_per_epoch=2), canaries=1)
+    releases(private, with_canary=True, draws=4)
+    for question in (private.engine.get_tradeoff, lambda: private.engine.get_epsilon(1e-5)):
+        with pytest.raises(RuntimeError, match="4 steps were taken and 2 are booked"):
+            question()
 
 
 def test_without_its_second_step_the_same_loop_holds() -> None:

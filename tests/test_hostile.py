@@ -12,7 +12,9 @@ import copy
 import math
 import os
 import pickle
+import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,11 @@ import torch
 from alc_support import KnownNoise
 from support import blobs, engine, mlp, weights
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from opacus_bc import accounting
-from opacus_bc.noise import TorchNoise
+from opacus_bc.noise import TorchNoise, fresh_seed
+from opacus_bc.public_data import isolated_randomness
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -251,6 +254,32 @@ def test_models_without_trainable_parameters_are_refused(mode: str) -> None:
         make(mode, model=frozen)
 
 
+@every_mode
+def test_models_without_any_parameters_are_refused(mode: str) -> None:
+    other = nn.Parameter(torch.zeros(1))
+    maker = engine()
+    with pytest.raises(ValueError, match=r"not module's|no trainable parameters|different than optimizer"):
+        make(mode, model=nn.Sequential(nn.Tanh()), optimizer=optim.SGD([other], lr=0.1), maker=maker)
+    assert len(maker.accountant) == 0
+
+
+@pytest.mark.parametrize("argument", ["alc", "batch_norm"])
+@pytest.mark.parametrize("mode", ["BC", "GBC", "IC"])
+def test_public_data_that_are_private_or_missing_are_refused_before_anything_changes(
+    mode: str, argument: str
+) -> None:
+    private = blobs(40)
+    half = Subset(private, range(20))
+    nothing = TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))
+    for public in (private, half, nothing):
+        model = mlp(norm=True)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=r"belong to the private data|no batch|empty|0 samples"):
+            make(mode, private, model=model, **{argument: DataLoader(public, batch_size=8)})
+        assert type(model[1]) is nn.BatchNorm1d
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 # --- batches that are no pairs of tensors -----------------------------------------------------------------
 
 
@@ -269,9 +298,10 @@ def texts_and_tensors(samples: list[dict[str, Any]]) -> tuple[list[str], Tensor]
     return [sample["text"] for sample in samples], torch.stack([sample["x"] for sample in samples])
 
 
+@pytest.mark.parametrize("mode", ["GBC", "IC shuffled"])
 @pytest.mark.parametrize("collate", [None, texts_and_tensors])
-def test_batches_of_any_form_are_delivered_as_they_are_and_booked(collate: Any) -> None:
-    maker, model, optimizer, loader = make("GBC", Records(), loading={"collate_fn": collate})
+def test_batches_of_any_form_are_delivered_as_they_are_and_booked(mode: str, collate: Any) -> None:
+    maker, model, optimizer, loader = make(mode, Records(), loading={"collate_fn": collate})
     for batch in loader:
         optimizer.zero_grad()
         x = batch[1] if collate else batch["x"]
@@ -342,26 +372,106 @@ def test_an_exception_in_the_users_loop_leaves_no_gradient_for_the_next_step(mod
     torch.testing.assert_close(one, two)
 
 
-def test_two_engines_in_two_threads_do_what_each_does_alone() -> None:
+THREADS = [("GBC", "GBC"), ("IC", "IC + ALC"), ("BC + ALC", "IC per layer")]
+
+
+@pytest.mark.parametrize("modes", THREADS, ids=" and ".join)
+def test_two_engines_in_two_threads_do_what_each_does_alone(modes: tuple[str, str]) -> None:
     def run(seed: int, results: dict[int, Any]) -> None:
         maker, model, optimizer, loader = made[seed]
         train(model, optimizer, loader)
         results[seed] = weights(model), maker.get_epsilon(1e-5), maker.accountant.history
 
-    made = {seed: make("GBC", seed=seed, noise_multiplier=1.0 + seed) for seed in (1, 2)}
+    def both() -> dict[int, Any]:
+        return {s: make(m, seed=s, noise_multiplier=1.0 + s) for s, m in zip((1, 2), modes, strict=True)}
+
+    made = both()
     together: dict[int, Any] = {}
     threads = [threading.Thread(target=run, args=(seed, together)) for seed in made]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    made = {seed: make("GBC", seed=seed, noise_multiplier=1.0 + seed) for seed in (1, 2)}
+    made = both()
     alone: dict[int, Any] = {}
     for seed in made:
         run(seed, alone)
     for seed in made:
         assert torch.equal(together[seed][0], alone[seed][0])
         assert together[seed][1:] == alone[seed][1:]
+
+
+def private_randomness(what: str) -> Callable[[], Tensor]:
+    """Something private that is drawn from torch's default generator."""
+    if what == "seeds of noise":
+        return lambda: TorchNoise().normal(torch.zeros(4), 1.0)
+    model = mlp()
+    torch.manual_seed(1)
+    _, optimizer, loader = engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(blobs(40), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    if what == "draws":
+        return lambda: torch.tensor(next(iter(loader.batch_sampler)))
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+
+    def noise() -> Tensor:
+        optimizer.step()
+        return weights(model)
+
+    return noise
+
+
+@pytest.mark.parametrize("what", ["noise", "draws", "seeds of noise"])
+def test_nothing_private_is_drawn_while_another_thread_reads_public_data_with_a_public_seed(
+    what: str,
+) -> None:
+    """Noise of a public seed could be computed by anybody and subtracted."""
+    alone = private_randomness(what)
+    torch.manual_seed(5)
+    expected = alone()
+    disturbed, running, found = private_randomness(what), threading.Event(), []
+
+    def other() -> None:
+        running.set()
+        found.append(disturbed())
+
+    thread = threading.Thread(target=other)
+    torch.manual_seed(5)
+    with isolated_randomness(0):
+        thread.start()
+        running.wait()
+        thread.join(0.3)  # without protection it would be through by now
+    thread.join()
+    assert torch.equal(found[0], expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_forked_while_another_thread_reads_public_data_does_not_wait_for_it() -> None:
+    holding, done = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with isolated_randomness(0):
+            holding.set()
+            done.wait()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    holding.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that waits for ever is killed
+        fresh_seed()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert status == 0
 
 
 # --- copies and processes ---------------------------------------------------------------------------------

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_bc.audit.claims import AuditResult, Claim
+from opacus_bc.audit.claims import AuditResult, Claim, Row
 from opacus_bc.audit.one_run import audit_one_run
 from opacus_bc.audit.scores import likelihood_ratio
-from opacus_bc.privacy_engine import PrivacyEngine
+from opacus_bc.audit.toys import quiet_engine
 
 _SIZE = 100.0
 
@@ -35,7 +34,6 @@ def one_hot(dimension: int, size: float) -> Callable[[list[tuple[Tensor]]], Tens
 
 def audit_many_canaries(
     *,
-    name: str,
     canaries: int,
     steps: int,
     steps_per_epoch: int,
@@ -43,15 +41,12 @@ def audit_many_canaries(
     mini_sets: int | None = None,
     mini_set_size: int = 4,
     max_grad_norm: float = 0.5,
-    delta: float = 1e-5,
-    audits: int = 1,
     seed: int = 0,
-    note: str = "",
+    **row: Unpack[Row],
 ) -> AuditResult:
     """Train the linear toy once with about half of the canaries and guess which.
 
     Args:
-        name: For the report.
         canaries: m.
         steps: T.
         steps_per_epoch: 1/q.
@@ -59,10 +54,8 @@ def audit_many_canaries(
         mini_sets: k of general batch clipping; None is individual clipping.
         mini_set_size: s; samples without a gradient fill the mini-sets up.
         max_grad_norm: C.
-        delta: Delta of the epsilons.
-        audits: How many audits share the verdict's error probability.
         seed: Of everything random.
-        note: For the report.
+        row: See :func:`opacus_bc.audit.claims.judge`.
     """
     coins = np.random.default_rng(seed).random(canaries) < 0.5
     members = np.flatnonzero(coins).tolist()
@@ -83,9 +76,7 @@ def audit_many_canaries(
     how: dict[str, Any] = {"clipping": "flat"}
     if not individual:
         how = {"clipping": "batch", "mini_batch_size": mini_set_size}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Secure RNG turned off")
-        engine = PrivacyEngine()
+    engine = quiet_engine()
     net, optimizer, private = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -111,10 +102,10 @@ def audit_many_canaries(
             optimizer.step()
             if len(outputs) == steps:
                 break
-    claim = Claim.booked(engine, steps=steps)
+    claim = Claim.booked(engine)
     std = noise_multiplier * max_grad_norm * (1 if individual else 2) / optimizer.expected_batch_size
     x_all = torch.stack(outputs).double().numpy() / std
     # A canary alone in its mini-set adds C: all of individual clipping's sensitivity, half of a mini-set's.
     mu = (1.0 if individual else 0.5) / noise_multiplier
     scores = likelihood_ratio(mu, claim.sample_rate)(x_all)
-    return audit_one_run(scores, coins, claim, name=name, delta=delta, audits=audits, note=note)
+    return audit_one_run(scores, coins, claim, **row)

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 
-from opacus_bc import accounting
-from opacus_bc.accounting import TradeOffCurve
-from opacus_bc.accounting.events import check_count, check_delta
+from opacus_bc.accounting import FDPAccountant, TradeOffCurve
+from opacus_bc.accounting.events import SAMPLINGS, check_count, check_delta, check_entry, check_sampling
 from opacus_bc.audit.bounds import (
     Rates,
     Scores,
@@ -46,21 +45,35 @@ class Claim:
     sampling: Sampling = "poisson"
 
     @classmethod
-    def booked(cls, engine: Any, *, steps: int, scale: float = 1.0) -> Claim:
-        """The claim for ``steps`` steps (or passes) like the last one in the engine's accountant.
+    def booked(cls, engine: Any, *, scale: float = 1.0) -> Claim:
+        """What the engine's accountant has booked: all of its steps, or passes, and nothing else.
 
         Args:
             engine: A :class:`opacus_bc.PrivacyEngine` that has made at least one step.
-            steps: Steps, or passes, of the audited run.
             scale: The audit looks at a projection of the release whose sensitivity is 1/scale of the whole's.
+
+        Raises:
+            ValueError: Nothing is booked, or steps of several kinds: use ``engine.get_tradeoff()`` then.
         """
-        sigma, rate, _, *sampling = engine.accountant.history[-1]
+        entries = [check_entry(entry) for entry in engine.accountant.history]
+        kinds = {(sigma, rate, sampling) for sigma, rate, _, sampling in entries}
+        if len(kinds) != 1 or entries[0][3] not in SAMPLINGS:
+            raise ValueError(f"a claim needs steps of one kind, the accountant has booked {entries}")
+        ((sigma, rate, sampling),) = kinds
         return cls(
             noise_multiplier=sigma * scale,
             sample_rate=rate,
-            steps=steps,
-            sampling=sampling[0] if sampling else "poisson",
+            steps=len(entries) if sampling == "shuffle" else sum(entry[2] for entry in entries),
+            sampling=check_sampling(sampling),
         )
+
+    def accountant(self) -> FDPAccountant:
+        """An accountant that has booked this and nothing else."""
+        accountant = FDPAccountant()
+        accountant.history = [(self.noise_multiplier, self.sample_rate, self.steps, self.sampling)]
+        if self.sampling == "shuffle":
+            accountant.history = [(self.noise_multiplier, self.sample_rate, 1, "shuffle")] * self.steps
+        return accountant
 
     def tradeoff(self) -> TradeOffCurve:
         """The certified trade-off curve."""
@@ -68,15 +81,7 @@ class Claim:
 
     def epsilon(self, delta: float) -> float:
         """The certified epsilon."""
-        shuffled = self.sampling == "shuffle"
-        return accounting.epsilon(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.sample_rate,
-            steps=self.steps,
-            delta=delta,
-            sampling=self.sampling,
-            passes=self.steps if shuffled else None,
-        )
+        return float(self.accountant().get_epsilon(delta))
 
     def describe(self) -> str:
         """The public constants in a few words."""
@@ -90,13 +95,16 @@ class Claim:
 
 @lru_cache(maxsize=256)
 def _tradeoff(claim: Claim) -> TradeOffCurve:
-    return accounting.tradeoff(
-        noise_multiplier=claim.noise_multiplier,
-        sample_rate=claim.sample_rate,
-        steps=claim.steps,
-        sampling=claim.sampling,
-        passes=claim.steps if claim.sampling == "shuffle" else None,
-    )
+    return claim.accountant().get_tradeoff()
+
+
+class Row(TypedDict, total=False):
+    """What every audit hands on to :func:`judge`, which explains it, about its row of the report."""
+
+    name: Required[str]
+    delta: float
+    audits: int
+    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +176,7 @@ def judge(
     claim: Claim | TradeOffCurve,
     *,
     name: str,
-    delta: float,
+    delta: float = 1e-5,
     audits: int = 1,
     setting: str | None = None,
     note: str = "",

@@ -17,9 +17,12 @@ from opacus_bc.accounting.events import check_count, check_delta
 from opacus_bc.audit import report
 from opacus_bc.audit.canaries import audit_many_canaries
 from opacus_bc.audit.claims import AuditResult, Claim
-from opacus_bc.audit.toys import Toy
+from opacus_bc.audit.ranks import audit_ranks
+from opacus_bc.audit.resumed import audit_resumed
+from opacus_bc.audit.toys import Toy, make_toy
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
-from opacus_bc.audit.worst_case import audit_worst_case
+from opacus_bc.audit.worst_case import audit_worst_case, releases
+from opacus_bc.ledger import NoFreshBatchError
 
 Audit = Callable[..., AuditResult]
 
@@ -37,10 +40,14 @@ def worst_cases(repetitions: int) -> dict[str, Audit]:
         "BC + ALC, one round": (Toy(method="ALC", layers=4, noise_multiplier=2.0), repetitions),
         "BC + ALC by scaling, one round": (Toy(method="ALC scale", layers=4), repetitions),
         "IC + ALC, one round": (Toy(method="IC + ALC", layers=4, noise_multiplier=2.0), repetitions),
+        "IC + public BatchNorm, differentiated": (
+            Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
+            repetitions // 2,
+        ),
         "BC": (Toy(method="BC", **_FIFTY), many),
-        "GBC": (Toy(method="GBC", mini_sets=4, **_FIFTY), repetitions // 2),
-        "IC": (Toy(method="IC", **_FIFTY), repetitions // 2),
-        "BC + ALC": (Toy(method="ALC", layers=4, noise_multiplier=2.0, **_FIFTY), repetitions // 4),
+        "GBC": (Toy(method="GBC", mini_sets=4, **_FIFTY), many),
+        "IC": (Toy(method="IC", **_FIFTY), many),
+        "BC + ALC": (Toy(method="ALC", layers=4, noise_multiplier=2.0, **_FIFTY), many),
         "BC, partition": (Toy(method="BC", sampling="partition", steps_per_epoch=10, steps=20), few),
         "BC, shuffle": (Toy(method="BC", sampling="shuffle", steps_per_epoch=4, steps=3), repetitions),
         "IC, shuffle": (Toy(method="IC", sampling="shuffle", steps_per_epoch=4, steps=3), repetitions),
@@ -49,6 +56,25 @@ def worst_cases(repetitions: int) -> dict[str, Audit]:
         name: _named(audit_worst_case, toy, name=name, repetitions=number)
         for name, (toy, number) in toys.items()
     }
+
+
+def interrupted(repetitions: int) -> dict[str, Audit]:
+    """Vectorised audits of runs that are saved and resumed half-way."""
+    how = {"BC, resumed bit by bit": True, "BC, resumed with fresh randomness": False}
+    toy = Toy(method="BC", **_FIFTY)
+    return {
+        name: _named(audit_resumed, toy, name=name, repetitions=repetitions, exact=exact)
+        for name, exact in how.items()
+    }
+
+
+def several_processes(repetitions: int) -> dict[str, Audit]:
+    """Vectorised audits of two ranks: not among the quick ones, since each rank imports torch anew."""
+    toys = {
+        "BC, two processes": Toy(method="BC", **_FIFTY),
+        "GBC, two processes": Toy(method="GBC", mini_sets=4, **_FIFTY),
+    }
+    return {name: _named(audit_ranks, toy, name=name, repetitions=repetitions) for name, toy in toys.items()}
 
 
 def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
@@ -72,6 +98,10 @@ def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
         "BatchNorm, public statistics": (
             audit_buffers,
             {"policy": "public", "runs": max(50, runs // 2), "noise_multiplier": 8.0},
+        ),
+        "BatchNorm, public statistics, IC": (
+            audit_buffers,
+            {"policy": "individual", "runs": max(50, runs // 2), "noise_multiplier": 8.0},
         ),
         "BatchNorm, private statistics": (
             audit_buffers,
@@ -104,13 +134,17 @@ def _named(audit: Audit, *args: Any, **settings: Any) -> Audit:
 
 
 def second_step(**common: Any) -> AuditResult:
-    """A loop that steps twice on one batch: the optimizer must refuse, so nothing is given away."""
+    """A loop that steps twice on one batch: the optimizer must refuse, so that nothing more is given away.
+
+    If it does not, the loop is audited. Whatever else goes wrong is not taken for a refusal.
+    """
     toy = Toy(method="BC", noise_multiplier=0.7, **_FIFTY)
     name = "BC, two steps on one batch"
+    private = make_toy(toy, canaries=1)
     try:
-        return audit_worst_case(toy, name=name, repetitions=20_000, steps_per_draw=2, **common)
-    except RuntimeError:
-        claim = Claim(noise_multiplier=toy.noise_multiplier, sample_rate=0.1, steps=toy.steps)
+        releases(private, with_canary=True, draws=1, steps_per_draw=2)
+    except NoFreshBatchError:
+        claim = Claim.booked(private.engine)
         return AuditResult(
             name=name,
             setting=claim.describe(),
@@ -119,15 +153,18 @@ def second_step(**common: Any) -> AuditResult:
             audited_epsilon=0.0,
             repetitions=1,
             attack="none",
-            violation=False,
-            note="refused by the optimizer",
+            violation=bool(private.inner.moved().any()) or len(private.movements) != claim.steps,
+            note="the second is refused by the optimizer",
         )
+    return audit_worst_case(toy, name=name, repetitions=20_000, steps_per_draw=2, **common)
 
 
 def all_audits(*, quick: bool) -> dict[str, Audit]:
     """What the command runs, in its order."""
     return {
         **worst_cases(100_000 if quick else 1_000_000),
+        **interrupted(50_000 if quick else 500_000),
+        **({} if quick else several_processes(100_000)),
         "BC, two steps on one batch": second_step,
         **whole_runs(150 if quick else 4000, 2000 if quick else 10_000),
     }

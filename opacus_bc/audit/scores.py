@@ -35,7 +35,7 @@ class Projection:
 
     def __call__(self, features: Floats) -> Floats:
         """Reduce the last axis."""
-        return np.asarray(features @ self.weights - self.offset)
+        return np.asarray(np.dot(features, self.weights) - self.offset)
 
 
 def learn_projection(absent: Floats, present: Floats) -> Projection:
@@ -89,22 +89,26 @@ def likelihood_ratio(mu: float, rate: float, *, steps_per_draw: int = 1) -> Atta
     """
 
     def attack(x: Floats) -> Floats:
-        groups = x.reshape(-1, steps_per_draw, x.shape[-1])
-        total = groups.sum(1) / math.sqrt(steps_per_draw)
-        return np.asarray(log_ratio(total, mu * math.sqrt(steps_per_draw), rate).sum(0))
+        root = math.sqrt(steps_per_draw)
+        total = np.zeros(x.shape[-1])
+        for group in x.reshape(-1, steps_per_draw, x.shape[-1]):  # one at a time stays in the cache
+            total += log_ratio(group.sum(0) / root, mu * root, rate)
+        return total
 
     return attack
 
 
-def repeated_noise(mu: float, *, lag: int) -> Attack:
+def repeated_noise(mu: float, *, lag: int, sign: float = 1.0) -> Attack:
     """Looks for noise that comes back after ``lag`` steps: then steps alike in data are alike in output.
+
+    With ``sign=-1`` the loss had the opposite sign in one of the two, so that noise comes back reversed.
 
     The score is minus the number of pairs of steps that differ by less than a hundredth of the canary's
     shift: a canary makes them rarer. Noise that is fresh at every step makes the count uninformative.
     """
 
     def attack(x: Floats) -> Floats:
-        return -np.asarray((np.abs(x[lag:] - x[:-lag]) < 0.01 * mu).sum(0), dtype=np.float64)
+        return -np.asarray((np.abs(x[lag:] - sign * x[:-lag]) < 0.01 * mu).sum(0), dtype=np.float64)
 
     return attack
 

@@ -7,14 +7,16 @@ the same in proportion to its bound, so that all of them move at once.
 *Repetitions side by side.* The model has R entries in every layer and u = (1, ..., 1) / sqrt(R). The release
 then moves every entry by 1/sqrt(R) of the sensitivity and puts independent noise on each, so that one real
 step at noise multiplier sigma / sqrt(R) is R independent repetitions of a one-dimensional step at sigma, as
-an adversary sees it who looks at one entry only.
+an adversary sees it who looks at one entry only. With BatchNorm a repetition is one channel, whose weights,
+gain and shift are all looked at.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -24,11 +26,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc.alc import ALC
+from opacus_bc.audit.models import InnerProduct, Normalised, Wide
 from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.privacy_engine import PrivacyEngine
+from opacus_bc.public_statistics import PublicStatistics
 from opacus_bc.sampling import SMALLEST_MINI_SET, Sampling
 
-Method = Literal["BC", "GBC", "IC", "ALC", "ALC scale", "IC + ALC"]
+Method = Literal["BC", "GBC", "IC", "ALC", "ALC scale", "IC + ALC", "IC + BatchNorm"]
 Floats = npt.NDArray[np.float64]
 
 _SIZE = 100.0  # of a gradient over its bound: everything is clipped
@@ -61,7 +65,7 @@ class Toy:
     @property
     def individual(self) -> bool:
         """Whether samples are clipped one by one."""
-        return self.method in ("IC", "IC + ALC")
+        return self.method.startswith("IC")
 
     @property
     def replaces(self) -> bool:
@@ -74,52 +78,29 @@ class Toy:
         return tuple(0.5**h for h in range(self.layers))
 
 
-class InnerProduct(nn.Module):
-    """The sum over layers and entries of w times x; its gradient is x itself, whatever w is."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1, width, bias=False) for _ in range(layers))
-        self.reset()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One number for each row of ``x``, which has one column for each layer."""
-        columns = [layer(x[:, h : h + 1]).sum(1) for h, layer in enumerate(self.layers)]
-        return torch.stack(columns).sum(0)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Put all weights to zero, so that the next step's movement can be read off."""
-        for p in self.parameters():
-            p.zero_()
-
-    def moved(self) -> Tensor:
-        """What the steps since :meth:`reset` have subtracted: shape ``(width, layers)``."""
-        return -torch.stack([p.detach().flatten() for p in self.parameters()], dim=1)
-
-
 @dataclass(kw_only=True)
 class PrivateToy:
     """A toy that ``PrivacyEngine.make_private`` has made private: everything in it is the real thing."""
 
     toy: Toy
     engine: PrivacyEngine
-    inner: InnerProduct
+    inner: Wide
     model: nn.Module
     optimizer: Any
     loader: Any
     data: Tensor
     copies: int
-    width: int
+    # Every step's movement of the weights, which go back to the start before anything else looks at them.
+    movements: list[Tensor] = field(default_factory=list)
+    sign: float = 1.0  # of the loss, and undone in what is released
 
     @property
     def canary(self) -> int:
         """Index of the first canary; before it come the copies."""
         return self.copies
 
-    def contents(self, *, with_canary: bool) -> list[list[int]]:
+    def contents(self, *, with_canary: bool, each: int = SMALLEST_MINI_SET) -> list[list[int]]:
         """A draw of a few copies in every mini-set, with or without a canary in the first one."""
-        each = SMALLEST_MINI_SET
         draw = [list(range(j * each, (j + 1) * each)) for j in range(self.toy.mini_sets)]
         if with_canary:
             draw[0] = [*draw[0], self.canary]
@@ -127,27 +108,35 @@ class PrivateToy:
             draw[0] = [*draw[0], self.canary - 1]
         return draw
 
-    def backward(self, x: Tensor) -> None:
-        """What the user's loop does with a delivered batch, up to the step."""
+    def step(self, x: Tensor) -> None:
+        """What the user's loop does with a delivered batch."""
         self.optimizer.zero_grad()
-        self.model(x).mean().backward()
+        (self.sign * self.model(x)).mean().backward()
+        self.optimizer.step()
 
-    def released(self) -> Floats:
-        """The noised sum of the last step, shape ``(width, layers)``; the weights go back to zero."""
-        moved = self.inner.moved().double().numpy() * float(self.optimizer.expected_batch_size)
-        self.inner.reset()
-        return np.asarray(moved)
+    def released(self, start: int = 0) -> Floats:
+        """The noised sums of the steps from number ``start`` on, shape ``(steps, width, features)``."""
+        moved = torch.stack(self.movements[start:])  # in the model's precision, which halves the memory
+        return np.asarray(moved.mul_(self.sign * float(self.optimizer.expected_batch_size)).numpy())
 
     def noise_stds(self) -> Floats:
-        """Noise that the optimizer says it adds to every entry of each layer's sum."""
+        """Noise that the optimizer says it adds to every feature of the sum."""
         if not isinstance(self.optimizer, BlockOptimizer):  # Opacus's own: one bound, one scale
-            return np.full(self.toy.layers, self.optimizer.noise_multiplier * self.optimizer.max_grad_norm)
+            scale = self.optimizer.noise_multiplier * self.optimizer.max_grad_norm
+            return np.full(self.inner.moved().shape[1], scale)
         by_name = {
             name: block.noise_std / factor
             for block in self.optimizer.blocks()
             for name, factor in zip(block.names, block.factors, strict=True)
         }
         return np.array([by_name[name] for name, _ in self.inner.named_parameters()])
+
+
+def quiet_engine() -> PrivacyEngine:
+    """An engine without the reminder that noise is not cryptographic."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Secure RNG turned off")
+        return PrivacyEngine()
 
 
 def _gradient(module: nn.Module, batch: Any) -> None:
@@ -159,13 +148,31 @@ def _public(toy: Toy) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.zeros(8)), batch_size=4)
 
 
+def _public_statistics() -> PublicStatistics:
+    x = torch.randn(32, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = torch.cat([x, torch.ones(32, 1, dtype=torch.float64)], dim=1)
+    return PublicStatistics(loader=DataLoader(TensorDataset(rows), batch_size=32), differentiate=True)
+
+
 def samples(toy: Toy, copies: int, canaries: int) -> Tensor:
-    """The copies and after them the canaries, one column for each layer."""
+    """The copies and after them the canaries, one column for each layer.
+
+    With BatchNorm copies are of ordinary size and the canary is not: it would turn all of them around if
+    statistics were the batch's, and its loss outweighs theirs.
+    """
+    if toy.method == "IC + BatchNorm":
+        size = _SIZE * toy.max_grad_norm
+        ordinary, canary = torch.tensor([[[3, 1, size]], [[-1e3, 2e3, 1e3 * size]]], dtype=torch.float64)
+        return torch.cat([ordinary.repeat(copies, 1), canary.repeat(canaries, 1)])
     base = _SIZE * toy.max_grad_norm * torch.tensor([toy.proportions])
     if toy.individual:
         opposite = -base if toy.replaces else 0.0 * base
         return torch.cat([0.0 * base.repeat(copies - 1, 1), opposite, base.repeat(canaries, 1)])
     return torch.cat([-base.repeat(copies, 1), 2.0 * copies * base.repeat(canaries, 1)])
+
+
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
 
 
 def make_toy(
@@ -176,6 +183,7 @@ def make_toy(
     copies: int | None = None,
     seed: int = 0,
     data: Tensor | None = None,
+    wrap: Callable[[nn.Module], nn.Module] = _as_it_is,
 ) -> PrivateToy:
     """Make a toy private.
 
@@ -186,12 +194,14 @@ def make_toy(
         copies: n; None takes so many that a mini-set without copies practically never occurs.
         seed: Of everything random.
         data: Other samples instead of the worst case's.
+        wrap: What the model is put into before it is made private.
     """
     torch.manual_seed(seed)
     if copies is None:
         copies = 40 * toy.mini_sets * toy.steps_per_epoch
     values = samples(toy, copies, canaries) if data is None else data
-    inner = InnerProduct(toy.layers, width)
+    normalised = toy.method == "IC + BatchNorm"
+    inner: Wide = Normalised(width) if normalised else InnerProduct(toy.layers, width)
     size = len(values)
     batch = math.ceil(size / toy.steps_per_epoch)
     batch += -batch % toy.mini_sets
@@ -203,16 +213,26 @@ def make_toy(
     extra: dict[str, Any] = {}
     if not toy.individual:
         extra["mini_batch_size"] = batch // toy.mini_sets
+    if normalised:
+        extra["batch_norm"] = _public_statistics()
     if "ALC" in toy.method:
         apply: Any = "scale" if toy.method == "ALC scale" else "clip"
         extra["alc"] = ALC(_public(toy), layers="parameter", apply=apply, refresh="once", gradient=_gradient)
+    movements: list[Tensor] = []
+
+    def record(*_: Any) -> None:
+        movements.append(inner.moved())
+        inner.reset()
+
+    descent = torch.optim.SGD(inner.parameters(), lr=1.0)
+    descent.register_step_post_hook(record)
+    engine = quiet_engine()
     with warnings.catch_warnings():
-        for message in ("Secure RNG turned off", "noise_multiplier=0", "the public data has"):
+        for message in ("noise_multiplier=0", "the public data has"):
             warnings.filterwarnings("ignore", message=message)
-        engine = PrivacyEngine()
         model, optimizer, private = engine.make_private(
-            module=inner,
-            optimizer=torch.optim.SGD(inner.parameters(), lr=1.0),
+            module=wrap(inner),
+            optimizer=descent,
             data_loader=loader,
             noise_multiplier=toy.noise_multiplier / math.sqrt(width),
             max_grad_norm=toy.max_grad_norm,
@@ -229,5 +249,5 @@ def make_toy(
         loader=private,
         data=values,
         copies=copies,
-        width=width,
+        movements=movements,
     )

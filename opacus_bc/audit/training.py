@@ -7,9 +7,8 @@ the same with a training function of yours.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -18,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc.accounting import TradeOffCurve
 from opacus_bc.audit.bounds import Scores
-from opacus_bc.audit.claims import AuditResult, Claim, judge
+from opacus_bc.audit.claims import AuditResult, Claim, Row, judge
 from opacus_bc.audit.scores import Attack, Floats, likelihood_ratio, silent_steps
-from opacus_bc.audit.toys import PrivateToy, Toy, make_toy, samples
-from opacus_bc.privacy_engine import PrivacyEngine
+from opacus_bc.audit.toys import PrivateToy, Toy, make_toy, quiet_engine, samples
+from opacus_bc.public_statistics import PublicStatistics
 
 Train = Callable[[bool, int], float]
 Progress = Callable[[Iterable[int]], Iterable[int]]
@@ -83,14 +82,11 @@ def audit_loop(
     with_canary: Tensor,
     without: Tensor,
     *,
-    attacks: dict[str, Attack] | None = None,
-    name: str,
     runs: int,
-    delta: float = 1e-5,
-    audits: int = 1,
+    attacks: dict[str, Attack] | None = None,
     seed: int = 0,
     progress: Progress = _silent,
-    note: str = "",
+    **row: Unpack[Row],
 ) -> AuditResult:
     """Audit the real loop on two data sets: make private, train for T steps, look at every step.
 
@@ -98,15 +94,12 @@ def audit_loop(
         toy: What is audited; one layer.
         with_canary: The samples of the one data set.
         without: Those of the other.
+        runs: Runs of each kind.
         attacks: Statistics of the standardised outputs ``(steps, repetitions)``; by default the likelihood
             ratio of the worst case and a count of steps without noise.
-        name: For the report.
-        runs: Runs of each kind.
-        delta: At which delta epsilons are compared.
-        audits: How many audits share the verdict's error probability.
         seed: Runs get different seeds from here on.
         progress: Wraps the iterable of run numbers.
-        note: For the report.
+        row: See :func:`opacus_bc.audit.claims.judge`.
     """
     _check_runs(runs)
     outputs = np.empty((2, toy.steps, runs))
@@ -115,9 +108,9 @@ def audit_loop(
         for which, data in enumerate((without, with_canary)):
             private = make_toy(toy, canaries=0, copies=len(data), data=data, seed=seed + 2 * i + which)
             outputs[which, :, i] = train_toy(private)
-            claims.add(Claim.booked(private.engine, steps=toy.steps))
+            claims.add(Claim.booked(private.engine))
     if len(claims) != 1:
-        raise ValueError(f"the two data sets are drawn with different public constants: {claims}")
+        raise ValueError(f"the runs are not booked alike: {claims}")
     claim = claims.pop()
     if attacks is None:
         mu = 1 / claim.noise_multiplier
@@ -126,26 +119,19 @@ def audit_loop(
             "silent steps": silent_steps(),
         }
     candidates = {key: Scores(attack(outputs[1]), attack(outputs[0])) for key, attack in attacks.items()}
-    return judge(candidates, claim, name=name, delta=delta, audits=audits, note=note)
+    return judge(candidates, claim, **row)
 
 
 def train_toy(private: PrivateToy) -> Floats:
     """The user's loop until T steps are made; what each released, as ``(<o, u> + k C) / tau``."""
     toy = private.toy
-    sums: list[float] = []
-
-    def record(*_: Any) -> None:
-        sums.append(private.released().item())
-
-    private.optimizer.original_optimizer.register_step_post_hook(record)
-    while len(sums) < toy.steps:
+    while len(private.movements) < toy.steps:
         for x, _ in private.loader:
-            private.backward(x)
-            private.optimizer.step()
-            if len(sums) == toy.steps:
+            private.step(x)
+            if len(private.movements) == toy.steps:
                 break
     start = 0.0 if toy.individual else toy.mini_sets * toy.max_grad_norm
-    return (np.array(sums) + start) / float(private.noise_stds()[0])
+    return (private.released()[:, 0, 0].astype(np.float64) + start) / float(private.noise_stds()[0])
 
 
 def audit_worst_case_loop(toy: Toy, *, copies: int | None = None, **settings: Any) -> AuditResult:
@@ -172,35 +158,38 @@ def _negative_sum(x: Floats) -> Floats:
     return np.asarray(-x.sum(0))
 
 
+Policy = Literal["public", "individual", "private"]
+
+
 def audit_buffers(
     *,
-    policy: str = "public",
-    name: str,
     runs: int,
+    policy: Policy = "public",
     steps: int = 4,
     noise_multiplier: float = 1.0,
-    delta: float = 1e-5,
-    audits: int = 1,
     seed: int = 0,
     progress: Progress = _silent,
-    note: str = "",
+    **row: Unpack[Row],
 ) -> AuditResult:
     """Whether the running statistics of a finished model give a canary away.
 
     Args:
-        policy: ``"public"`` trains with batch clipping and public statistics and looks at what ships;
-            ``"private"`` releases the statistics of the private data once, with noise, and looks at these.
-        name: For the report.
         runs: Runs of each kind.
+        policy: ``"public"`` trains with batch clipping and public statistics and looks at what ships;
+            ``"individual"`` does so with individual clipping and differentiated statistics; ``"private"``
+            releases the statistics of the private data once, with noise, and looks at these.
         steps: Steps of training; none for ``"private"``.
         noise_multiplier: sigma of the steps, or of the release.
-        delta: At which delta epsilons are compared.
-        audits: How many audits share the verdict's error probability.
         seed: Runs get different seeds from here on.
         progress: Wraps the iterable of run numbers.
-        note: For the report.
+        row: See :func:`opacus_bc.audit.claims.judge`.
     """
     public = DataLoader(TensorDataset(torch.linspace(-2, 2, 32)[:, None]), batch_size=16)
+    how: dict[Policy, dict[str, Any]] = {
+        "public": {"clipping": "batch", "batch_norm": public},
+        "individual": {"clipping": "flat", "batch_norm": PublicStatistics(loader=public, differentiate=True)},
+        "private": {"clipping": "batch", "batch_norm": "private"},
+    }
     ordinary = torch.cat([torch.ones(32, 1), -torch.ones(32, 1)])
     canary = torch.full((1, 1), 1e3)
     curves: list[TradeOffCurve] = []
@@ -208,42 +197,34 @@ def audit_buffers(
     def train(with_canary: bool, number: int) -> float:
         torch.manual_seed(number)
         x = torch.cat([ordinary, canary]) if with_canary else ordinary
-        model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            engine = PrivacyEngine()
+        norm: Any = nn.BatchNorm1d(1)
+        # Statistics of the data themselves, or behind a layer into which they are differentiated.
+        model = nn.Sequential(nn.Linear(1, 1), norm) if policy == "individual" else nn.Sequential(norm)
+        engine = quiet_engine()
         net, optimizer, loader = engine.make_private(
-            module=model,
+            module=model.append(nn.Linear(1, 1)),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
             # The same public constants for both data sets: 64 or 65 samples, two steps a pass.
             data_loader=DataLoader(TensorDataset(x), batch_size=40),
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
-            clipping="batch",
-            batch_norm=public if policy == "public" else "private",
+            **how[policy],
         )
         if policy == "private":
             engine.recalibrate_batch_norm(noise_multiplier=noise_multiplier)
-            curves[:] = [engine.get_tradeoff()]
-            norm = net[0]
+        else:
+            _train(net, optimizer, loader, steps)
+        curves[:] = [engine.get_tradeoff()]
+        if policy == "private":
             # The canary's clipped vector of moments points along the second moment. The normaliser is a
             # public constant, the same for both data sets: undo it.
             return float(norm.running_var + norm.running_mean**2) * len(x)
-        _train(net, optimizer, loader, steps)
-        curves[:] = [engine.get_tradeoff()]
-        released = engine.finalize(net).state_dict()
-        return float(released["0.running_mean"].abs() + released["0.running_var"])
+        engine.finalize(net)
+        return float(norm.running_mean.abs() + norm.running_var)
 
     scores = _collect(train, runs, seed, progress)
-    return judge(
-        {"running statistics": scores},
-        curves[0],
-        name=name,
-        delta=delta,
-        audits=audits,
-        note=note,
-        setting=f"BatchNorm, {policy} statistics",
-    )
+    setting = f"BatchNorm, {'public, differentiated' if policy == 'individual' else policy} statistics"
+    return judge({"running statistics": scores}, curves[0], setting=setting, **row)
 
 
 def _collect(train: Train, runs: int, seed: int, progress: Progress) -> Scores:

@@ -9,19 +9,21 @@ two mini-sets through the real loader and writes both into the real accountant, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
 from scipy.stats import chi2
+from torch import Tensor
 
 from opacus_bc.audit.bounds import Scores
-from opacus_bc.audit.claims import VERDICT_LEVEL, AuditResult, Claim, judge
+from opacus_bc.audit.claims import VERDICT_LEVEL, AuditResult, Claim, Row, judge
 from opacus_bc.audit.scores import Attack, Floats, learn_projection, likelihood_ratio, repeated_noise
 from opacus_bc.audit.toys import PrivateToy, Toy, make_toy
 from opacus_bc.loader import PrivateDataLoader
-from opacus_bc.sampling import Draw, SamplingPlan
+from opacus_bc.sampling import SMALLEST_MINI_SET, Draw, SamplingPlan
 
 Booleans = npt.NDArray[np.bool_]
 
@@ -39,47 +41,54 @@ class Repeated:
         return repeat(self.draw, self.plan.steps_per_epoch)
 
 
-def releases(private: PrivateToy, *, with_canary: bool, draws: int, steps_per_draw: int = 1) -> Floats:
-    """The noised sums of ``draws`` draws of the same content: shape ``(steps, width, layers)``.
+def releases(
+    private: PrivateToy,
+    *,
+    with_canary: bool,
+    draws: int,
+    steps_per_draw: int = 1,
+    each: int = SMALLEST_MINI_SET,
+) -> Floats:
+    """The noised sums of ``draws`` draws of the same content: shape ``(steps, width, features)``.
 
     Args:
         private: The toy.
         with_canary: Whether the canary is in every draw.
         draws: How many.
         steps_per_draw: 1, or more to see whether a second step on one draw is refused.
+        each: Copies in a mini-set.
 
     Raises:
-        RuntimeError: From the optimizer, when a draw is used twice.
+        NoFreshBatchError: From the optimizer, when a draw is used twice.
     """
-    content = private.contents(with_canary=with_canary)
-    sums: list[Floats] = []
-    if private.toy.individual:
-        batch = [index for mini_set in content for index in mini_set]
-        counted = iter(private.loader.batch_sampler)
-        for _ in range(draws):
-            try:
-                next(counted)  # a step is refused unless something was drawn for it
-            except StopIteration:
-                counted = iter(private.loader.batch_sampler)
-                next(counted)
+    content = private.contents(with_canary=with_canary, each=each)
+    start = len(private.movements)
+    end = start + draws * steps_per_draw
+    deliveries = _counted if private.toy.individual else _delivered
+    while len(private.movements) < end:
+        for x in deliveries(private, content):
             for _ in range(steps_per_draw):
-                private.backward(private.data[batch])
-                private.optimizer.step()
-                sums.append(private.released())
-        return np.stack(sums)
-    loader = PrivateDataLoader(
-        private.loader, draws=Repeated(private.loader.plan, content), ledger=private.loader.ledger
-    )
-    while len(sums) < draws * steps_per_draw:
-        for place, (x, _) in enumerate(loader, start=1):
-            for _ in range(steps_per_draw):
-                private.backward(x)
-                private.optimizer.step()
-                if place % private.toy.mini_sets == 0:
-                    sums.append(private.released())
-            if len(sums) == draws * steps_per_draw:
+                private.step(x)
+            if len(private.movements) == end:
                 break
-    return np.stack(sums)
+    return private.released(start)
+
+
+def _counted(private: PrivateToy, content: Draw) -> Iterator[Tensor]:
+    """Individual clipping: a pass over Opacus's sampler, whose draws are counted, with other content."""
+    batch = [index for mini_set in content for index in mini_set]
+    for _ in private.loader.batch_sampler:
+        yield private.data[batch]
+
+
+def _delivered(private: PrivateToy, content: Draw) -> Iterator[Tensor]:
+    """Batch clipping: a pass of the real loader over other draws."""
+    draws = Repeated(private.loader.plan, content)
+    loader = PrivateDataLoader(
+        private.loader, draws=draws, ledger=private.loader.ledger, part=private.loader.part
+    )
+    for x, _ in loader:
+        yield x
 
 
 def participation(private: PrivateToy, repetitions: int, draws: int) -> Booleans:
@@ -114,38 +123,33 @@ def _endless(private: PrivateToy) -> Iterator[Draw]:
             yield from private.loader.draws
 
 
-def attacks(mu: float, rate: float, steps: int, steps_per_draw: int) -> dict[str, Attack]:
-    """The statistics that are tried; one half of the repetitions decides which is used."""
-    found = {"likelihood ratio": likelihood_ratio(mu, rate, steps_per_draw=steps_per_draw)}
-    if steps > 1 and rate < 1:
-        found["repeated noise"] = repeated_noise(mu, lag=1)
-    return found
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """What an adversary sees of many repetitions side by side, and what was claimed.
+
+    Attributes:
+        taken: Whether a repetition's canary takes part, shape ``(steps, repetitions)``.
+        with_canary: Releases of steps with the canary, shape ``(steps, repetitions, features)``.
+        without: Releases of steps without.
+        claim: What the accountant has booked for it.
+        noise_stds: The noise that the optimizer states for each feature.
+    """
+
+    taken: Booleans
+    with_canary: Floats
+    without: Floats
+    claim: Claim
+    noise_stds: Floats
 
 
-def audit_worst_case(
-    toy: Toy,
-    *,
-    name: str,
-    repetitions: int,
-    delta: float = 1e-5,
-    audits: int = 1,
-    seed: int = 0,
-    steps_per_draw: int = 1,
-    note: str = "",
-) -> AuditResult:
-    """Audit the real clipping, noise, sampling and booking of a worst case.
-
-    **Formal guarantee**: see :func:`opacus_bc.audit.claims.judge`.
+def observe(toy: Toy, *, repetitions: int, seed: int = 0, steps_per_draw: int = 1) -> Observed:
+    """Participation, releases and booking of a worst case; see the module.
 
     Args:
         toy: What is audited.
-        name: For the report.
         repetitions: With the canary, and as many without.
-        delta: At which delta epsilons are compared.
-        audits: How many audits share the verdict's error probability.
         seed: Of everything random.
         steps_per_draw: A loop that steps that often on one batch; the optimizer must refuse more than 1.
-        note: For the report.
     """
     shuffled = toy.sampling == "shuffle"
     alone = shuffled or toy.sampling == "partition"
@@ -153,29 +157,77 @@ def audit_worst_case(
     absent = make_toy(toy, canaries=1, width=repetitions, seed=2 * seed + 1)
     draws = toy.steps * (toy.steps_per_epoch if shuffled else 1) // steps_per_draw
     taken = participation(present, repetitions, draws).repeat(steps_per_draw, axis=0)
-    with_canary = releases(present, with_canary=True, draws=draws, steps_per_draw=steps_per_draw)
-    without = releases(absent, with_canary=False, draws=draws, steps_per_draw=steps_per_draw)
-    claim = Claim.booked(present.engine, steps=toy.steps, scale=repetitions**0.5)
-
-    # Every second repetition learns, as in Scores.halves; the others judge.
-    projection = learn_projection(_lesson(without), _lesson(with_canary))
-    x_out, x_in = projection(without), projection(with_canary)
-    # Both kinds of repetition may share steps without the canary: each error rate has limits of its own.
-    x_present, x_absent = np.where(taken, x_in, x_out), x_out
-    if shuffled:  # the adversary looks at the steps that have the canary
-        x_present, x_absent = x_present[taken[:, 0]], x_absent[taken[:, 0]]
-    rate = 1.0 if shuffled else claim.sample_rate
-    candidates = {
-        attack: Scores(score(x_present), score(x_absent))
-        for attack, score in attacks(projection.mu, rate, toy.steps, steps_per_draw).items()
-    }
-    # Content without the canary is the same at every step: what varies is noise and nothing else.
-    ratios = without[0].std(axis=0, ddof=1) / present.noise_stds()
-    return replace(
-        judge(candidates, claim, name=name, delta=delta, audits=audits, note=note),
-        noise_ratio=float(ratios[np.argmax(np.abs(np.log(np.maximum(ratios, 1e-300))))]),
-        differs=noise_differs(ratios, repetitions, VERDICT_LEVEL / audits),
+    return Observed(
+        taken=taken,
+        with_canary=releases(present, with_canary=True, draws=draws, steps_per_draw=steps_per_draw),
+        without=releases(absent, with_canary=False, draws=draws, steps_per_draw=steps_per_draw),
+        claim=Claim.booked(present.engine, scale=repetitions**0.5),
+        noise_stds=present.noise_stds(),
     )
+
+
+def attacks(
+    mu: float, rate: float, steps: int, steps_per_draw: int, mirrored_after: int
+) -> dict[str, Attack]:
+    """The statistics that are tried; one half of the repetitions decides which is used."""
+    found = {"likelihood ratio": likelihood_ratio(mu, rate, steps_per_draw=steps_per_draw)}
+    if steps > 1 and rate < 1:
+        found["repeated noise"] = repeated_noise(mu, lag=1)
+    if mirrored_after:
+        found["noise of the first steps"] = repeated_noise(mu, lag=mirrored_after, sign=-1.0)
+    return found
+
+
+def judge_observed(
+    seen: Observed, *, steps_per_draw: int = 1, mirrored_after: int = 0, **row: Unpack[Row]
+) -> AuditResult:
+    """Learn the best statistic on one half of the repetitions, judge the claim by the other.
+
+    **Formal guarantee**: see :func:`opacus_bc.audit.claims.judge`.
+
+    Args:
+        seen: What was observed.
+        steps_per_draw: See :func:`observe`.
+        mirrored_after: From this step on the loss has the opposite sign; 0 for a run without that.
+        row: See :func:`opacus_bc.audit.claims.judge`.
+    """
+    # Every second repetition learns, as in Scores.halves; the others judge.
+    projection = learn_projection(_lesson(seen.without), _lesson(seen.with_canary))
+    x_out, x_in = (np.stack([projection(step) for step in sums]) for sums in (seen.without, seen.with_canary))
+    # Both kinds of repetition may share steps without the canary: each error rate has limits of its own.
+    x_present, x_absent = np.where(seen.taken, x_in, x_out), x_out
+    rate = seen.claim.sample_rate
+    if seen.claim.sampling == "shuffle":  # the adversary looks at the steps that have the canary
+        x_present, x_absent = x_present[seen.taken[:, 0]], x_absent[seen.taken[:, 0]]
+        rate = 1.0
+    tried = attacks(projection.mu, rate, len(x_absent), steps_per_draw, mirrored_after)
+    candidates = {attack: Scores(score(x_present), score(x_absent)) for attack, score in tried.items()}
+    # Content without the canary is the same at every step: what varies is noise and nothing else.
+    ratios = seen.without[0].std(axis=0, ddof=1, dtype=np.float64) / seen.noise_stds
+    level = VERDICT_LEVEL / row.get("audits", 1)
+    return replace(
+        judge(candidates, seen.claim, **row),
+        noise_ratio=float(ratios[np.argmax(np.abs(np.log(np.maximum(ratios, 1e-300))))]),
+        differs=noise_differs(ratios, seen.without.shape[1], level),
+    )
+
+
+def audit_worst_case(
+    toy: Toy, *, repetitions: int, seed: int = 0, steps_per_draw: int = 1, **row: Unpack[Row]
+) -> AuditResult:
+    """Audit the real clipping, noise, sampling and booking of a worst case.
+
+    **Formal guarantee**: see :func:`opacus_bc.audit.claims.judge`.
+
+    Args:
+        toy: What is audited.
+        repetitions: With the canary, and as many without.
+        seed: Of everything random.
+        steps_per_draw: A loop that steps that often on one batch; the optimizer must refuse more than 1.
+        row: See :func:`opacus_bc.audit.claims.judge`.
+    """
+    seen = observe(toy, repetitions=repetitions, seed=seed, steps_per_draw=steps_per_draw)
+    return judge_observed(seen, steps_per_draw=steps_per_draw, **row)
 
 
 def _lesson(sums: Floats) -> Floats:
