@@ -105,7 +105,7 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
         if always:
             _zero_samples(params)
         clip()
-        if always or all(bool(p.summed_grad.isfinite().all()) for p in params if p.summed_grad is not None):
+        if always or _all_finite([p.summed_grad for p in params if p.summed_grad is not None]):
             return
         for p, held in zip(params, before, strict=True):
             p.summed_grad = held
@@ -115,6 +115,14 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
         clip()
 
     optimizer.clip_and_accumulate = checked
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all sums are finite, as they are not if an entry is not; one look for each device."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        sums.setdefault(tensor.device, []).append(tensor.sum().double())
+    return all(bool(torch.stack(same).isfinite().all()) for same in sums.values())
 
 
 def check_nothing_waits(params: Sequence[Any]) -> None:

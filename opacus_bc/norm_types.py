@@ -205,7 +205,7 @@ class ConstantStatistics(PolicyLayer):
         if self.collecting is not None:
             return _collect(self, x)
         if self.training:
-            args = (x, self.weight, self.bias, self.constant_mean, self.constant_var, self.eps)
+            args = (self, x, self.weight, self.bias, self.constant_mean, self.constant_var, self.eps)
             normalised: Tensor = NormaliseWithConstants.apply(*args)
             return normalised
         if self.keeper is not None:
