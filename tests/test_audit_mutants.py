@@ -268,7 +268,7 @@ EMPTY = partial(
 )
 CHUNKS = partial(audit_chunks, name="chunks", runs=150)
 BUFFERS = partial(audit_buffers, name="buffers", runs=60, noise_multiplier=8.0)
-INDIVIDUAL_BUFFERS = partial(BUFFERS, policy="individual")
+INDIVIDUAL_BUFFERS = partial(BUFFERS, policy="individual", steps=6, noise_multiplier=30.0)
 NORM = partial(
     audit_worst_case,
     Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
