@@ -115,9 +115,9 @@ def only_the_noise_is_scaled_back(patch: Patch) -> None:
     """Clipping forgets the factors that the noise is divided by."""
     clip = clipping.clip_coefficients
 
-    def without_factors(grads: Any, blocks: Any) -> Any:
+    def without_factors(grads: Any, blocks: Any, *how: Any) -> Any:
         plain = [clipping.Block(**{**_fields(b), "factors": (1.0,) * len(b.names)}) for b in blocks]
-        return clip(grads, plain)
+        return clip(grads, plain, *how)
 
     patch.setattr("opacus_bc.optimizer.clip_coefficients", without_factors)
 
