@@ -2,18 +2,22 @@
 
     python benchmarks/performance.py [--parts networks batch parameters accounting] [--rounds 5] [--page]
 
-Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process;
-a ratio is the median over rounds of the ratio to plain SGD in the same round. Memory is that of all tensors
-(`opacus_bc.experiments.measure.TensorMemory`), at its peak. Stock Opacus trains the network with GroupNorm
-(the transformer: LayerNorm). Results are kept in ``results/performance.json`` part by part; ``--page`` only
-writes docs/performance.md and its pictures from them and from ``results/sampling.json``.
+Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process
+with one thread, by CPU time, so that other processes disturb little; a ratio is the median over rounds of the
+ratio to plain SGD in the same round. glibc is told to keep freed memory: by default it gives large tensors
+back to the system again and again, and who pays for that changes from run to run. Memory is that of all
+tensors (`opacus_bc.experiments.measure.TensorMemory`), at its peak. Stock Opacus trains the network with
+GroupNorm (the transformer: LayerNorm). Results are kept in ``results/performance.json`` part by part;
+``--page`` only writes docs/performance.md and its pictures from them and from ``results/sampling.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +50,8 @@ METHODS = (
     "Opacus, functorch",
 )
 GROWING = ("plain SGD", "BC", "GBC s=16", "IC + public BatchNorm, hooks", "Opacus, hooks", "Opacus, ghost")
-BATCH, REFRESH = 64, 10
+BATCH, REFRESH, ROUND_SECONDS = 64, 10, 0.3
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 def stepper(method: str, network: str, batch: int) -> Callable[[], None]:
@@ -99,12 +104,11 @@ def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> li
     steps = {method: stepper(method, network, batch) for method in methods}
     for step in steps.values():
         step()
+    repeats = max(1, round(ROUND_SECONDS / timed(steps["plain SGD"], 3)))
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[method].append(time.perf_counter() - start)
+            seconds[method].append(timed(step, repeats))
     rows = []
     for method in methods:
         ratios = [mine / plain for mine, plain in zip(seconds[method], seconds["plain SGD"], strict=True)]
@@ -114,9 +118,7 @@ def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> li
                 "parameters": sum(p.numel() for p in networks.build(network, norm="batch").parameters()),
                 "batch": batch,
                 "method": method,
-                "time": statistics.median(ratios),
-                "low": min(ratios),
-                "high": max(ratios),
+                **spread(ratios),
                 "memory": memory[method] / memory["plain SGD"],
                 "peak_mib": memory[method] / 2**20,
             }
@@ -125,6 +127,20 @@ def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> li
         words = f"{row['time']:6.2f}x ({row['low']:.2f}-{row['high']:.2f}) memory {row['memory']:6.2f}x"
         print(f"{network:12} m={batch:<5}{method:30}{words}", flush=True)
     return rows
+
+
+def timed(step: Callable[[], None], repeats: int) -> float:
+    """CPU seconds a step."""
+    start = time.process_time()
+    for _ in range(repeats):
+        step()
+    return (time.process_time() - start) / repeats
+
+
+def spread(ratios: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"time": middle, "low": low, "high": high}
 
 
 def peak(method: str, network: str, batch: int) -> int:
@@ -157,9 +173,7 @@ def accounting(rounds: int) -> list[dict[str, Any]]:
                 "sigma": sigma,
                 "steps": steps,
                 "epsilon": epsilon,
-                "time": statistics.median(ratios),
-                "low": min(ratios),
-                "high": max(ratios),
+                **spread(ratios),
             }
         )
         print(f"sigma={sigma:<6}T={steps:<9}epsilon={epsilon:<10.4g}{rows[-1]['time']:.2f}x", flush=True)
@@ -187,8 +201,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--page", action="store_true", help="measure nothing")
     args = parser.parse_args()
+    if not args.page and not KEEP_MEMORY.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for part in () if args.page else args.parts:
         kept[part] = {"rounds": args.rounds, "rows": PARTS[part](args.rounds)}

@@ -30,10 +30,11 @@ def write_page(results: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
 _HEAD = """# Performance
 
 Everything on this page is written by `make benchmarks` (`benchmarks/performance.py`,
-`benchmarks/sampling.py`). Times are ratios of whole steps (loader, forward, backward, optimizer) measured in
-turns in one process on two CPU cores: the median over rounds, with the smallest and largest ratio in
+`benchmarks/sampling.py`). Times are ratios of the CPU time of whole steps (loader, forward, backward,
+optimizer), measured in turns in one process with one thread: the median over rounds, with the quartiles in
 brackets. Memory is that of all tensors but the data set, at its peak: the same on every machine. Stock Opacus
-trains the same network with GroupNorm (the transformer with LayerNorm). What a GPU would show was not
+trains the same network with GroupNorm (the transformer with LayerNorm). Public statistics of individual
+clipping are refreshed every tenth step, from a quarter of a batch. What a GPU would show was not
 measured."""
 
 
