@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.random import Generator
 from torch import nn, optim
 from torch.utils.data import DataLoader
@@ -225,6 +226,12 @@ def check_batch_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
         raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
     if data_parallel(module) is not None and fully_sharded(module):
         raise ValueError("a fully_shard model inside DistributedDataParallel: use fully_shard alone")
+    synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
+    if synchronised and not is_distributed(module) and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "SyncBatchNorm would mix the draws of processes that are accounted one by one: wrap the module "
+            "in DistributedDataParallel first, or use BatchNorm"
+        )
     if is_distributed(module) and data_parallel(module) is None and not fully_sharded(module):
         raise ValueError(
             f"clipping='batch' does not support {type(module).__name__} yet: pass the plain module"

@@ -111,8 +111,8 @@ class BufferWatch:
             if after is None or not _same(value, after):
                 raise MovingBufferError(
                     f"a training forward moved {_owner(owned)}: it would carry private statistics out with "
-                    "the model, without noise. Leave it unchanged in training mode (update it from "
-                    "public data), or keep the value in a plain attribute that is not released"
+                    "the model, without noise. Leave it unchanged in training mode, or update it from "
+                    "public data"
                 )
         if id(module) == self._root or len(self._handles) == 2:
             self._left -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,6 +97,7 @@ class CheckpointEngine(ReleaseEngine):
         content = {**extra, "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {}))}
         if optimizer is not None:
             content["optimizer_state_dict"] = optimizer.state_dict()
+        self._renew_identity()
         own = {"run": None if run is None else run_state(run), "engine": self._identity}
         content = ck.sealed(content, own)
 
@@ -180,6 +182,7 @@ class CheckpointEngine(ReleaseEngine):
         )
         parts.replace(content, state, secret)
         self._identity = (own or {}).get("engine", self._identity)
+        self._adopted = list(self.accountant.history)
         if state is None and (own is None or run is not None):
             warnings.warn(_STOCK, stacklevel=2)
         for name in ("optimizer", *_SCHEDULERS):
@@ -189,6 +192,7 @@ class CheckpointEngine(ReleaseEngine):
     def _check_history(
         self, state: Mapping[str, Any], own: Mapping[str, Any] | None, run: Run | None
     ) -> None:
+        self._renew_identity()
         booked = [tuple(entry) for entry in self.accountant.history]
         # Equal histories of two engines are two spendings; of one engine with two models they are one.
         mine = own is not None and own.get("engine") == self._identity
@@ -198,6 +202,11 @@ class CheckpointEngine(ReleaseEngine):
                 f"this engine has booked {sum(int(entry[2]) for entry in booked)} steps, which the "
                 "checkpoint's accountant would replace: load it into a new PrivacyEngine"
             )
+
+    def _renew_identity(self) -> None:
+        """What was booked after a load is this engine's own: another continuation does not know it."""
+        if self._adopted is not None and self._adopted != list(self.accountant.history):
+            self._identity, self._adopted = secrets.token_hex(16), None
 
     def _run_of(self, module: nn.Module, optimizer: DPOptimizer | None) -> Run | None:
         for run in reversed(self._runs):
@@ -211,7 +220,9 @@ def _refuse_shards(run: Run | None) -> None:
     if run is not None and run.sharded:
         raise NotImplementedError(
             "checkpoints of fully_shard models are not built: save the module's and the optimizer's states "
-            "with torch.distributed.checkpoint, and engine.accountant.state_dict() beside them"
+            "with torch.distributed.checkpoint, engine.accountant.state_dict() beside them, and call "
+            "torch.seed() before make_private when you resume: a script that seeds itself would add the same "
+            "noise again"
         )
 
 

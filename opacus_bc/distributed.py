@@ -84,10 +84,8 @@ class LateWrapping:
     """Refuses a DistributedDataParallel that was put around the model after ``make_private``.
 
     It would average raw gradients of different draws, so that a sample takes part more often than is
-    accounted. Looks at the first training forwards, then takes itself off.
+    accounted.
     """
-
-    _looks = 3
 
     def __init__(self, module: nn.Module) -> None:
         self._handle = module.register_forward_pre_hook(self._look)
@@ -108,9 +106,6 @@ class LateWrapping:
                 "DistributedDataParallel was put around this module after make_private, which draws, clips "
                 "and accounts for one process then: wrap the module first, and make the wrapper private"
             )
-        self._looks -= 1
-        if self._looks <= 0:
-            self.detach()
 
 
 def part_of_each_mini_set(draw: Draw, *, rank: int, size: int, joint: bool = False) -> Part:

@@ -74,7 +74,7 @@ def refuse_copies(optimizer: DPOptimizer) -> None:
     optimizer.__reduce_ex__ = refuse
 
 
-def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
+def drop_non_finite_samples(optimizer: DPOptimizer, wrapper: Any) -> None:
     """Let a sample whose gradient is not finite count as zero in Opacus's own optimizers.
 
     Opacus multiplies it by a clip factor of 0 or NaN, which turns all weights into NaN: a release without
@@ -87,12 +87,12 @@ def drop_non_finite_samples(optimizer: DPOptimizer) -> None:
     look at the sum and nothing per sample.
 
     **Edge cases**: ghost clipping forms no per-sample gradients; there a sum that is not finite is a
-    RuntimeError before anything changes. Finite gradients whose sum overflows count as zero too.
+    RuntimeError before anything changes, and so is a gradient that was not clipped.
     """
     if isinstance(optimizer, BlockOptimizer):
         return  # counts them as zero itself
     if hasattr(optimizer, "accumulate"):
-        _guard_ghost(optimizer)
+        _guard_ghost(optimizer, wrapper)
         return
     clip = optimizer.clip_and_accumulate
     # Its clipping also counts samples, so it must not be repeated: look at every gradient first.
@@ -157,26 +157,77 @@ def _chunks(grad_sample: Tensor | list[Tensor] | None) -> list[Tensor]:
 def _zero_rows(parts: tuple[Tensor, ...]) -> None:
     """Set the rows of all tensors to zero where one of them is not finite, in place."""
     device = parts[0].device
-    sums = [g.reshape(len(g), -1).sum(1).isfinite().to(device) for g in parts if len(g)]
-    if not sums:
+    rows = [g.isfinite().reshape(len(g), -1).all(1).to(device) for g in parts if len(g)]
+    if not rows:
         return
-    finite = torch.stack(sums).all(0)
+    finite = torch.stack(rows).all(0)  # entry by entry: whether a row counts must not depend on other rows
     if not finite.all():
         for g in parts:
             g[~finite.to(g.device)] = 0.0
 
 
-def _guard_ghost(optimizer: DPOptimizer) -> None:
-    accumulate = optimizer.accumulate
+def _guard_ghost(optimizer: DPOptimizer, wrapper: Any) -> None:
+    """Accept only what ghost clipping's own backward has clipped, with norms of this very batch.
+
+    Opacus clips inside the backward of the criterion that ``make_private`` returned: a first pass leaves
+    norms on the parameters, a second one weights the samples by them. Norms that an interrupted batch or an
+    extra forward left behind would clip the next batch wrongly, and other losses are not clipped at all.
+
+    **Formal guarantee**: a gradient is accumulated only if its coefficients were computed from norms that no
+    earlier coefficients used, and if no other backward has gone through the module since.
+    """
+    accumulate, zero_grad, coefficients = (
+        optimizer.accumulate,
+        optimizer.zero_grad,
+        wrapper.get_clipping_coef,
+    )
+    clipped = False
+
+    def forget() -> None:
+        for p in wrapper.trainable_parameters:
+            p.__dict__.pop("_norm_sample", None)
+
+    def used_once() -> Any:
+        nonlocal clipped
+        if not all(hasattr(p, "_norm_sample") for p in wrapper.trainable_parameters):
+            forget()
+            wrapper.enable_hooks()
+            raise RuntimeError(
+                "per-sample norms of this batch are missing: a layer ran forward more than once for one "
+                "backward, or an earlier backward was interrupted. Nothing was released; take a new batch"
+            )
+        found = coefficients()
+        forget()
+        clipped = True
+        return found
+
+    def cleared(*args: Any, **kwargs: Any) -> None:
+        nonlocal clipped
+        clipped = False
+        zero_grad(*args, **kwargs)
 
     def checked() -> None:
-        if not all(bool(p.grad.isfinite().all()) for p in optimizer.params if p.grad is not None):
+        nonlocal clipped
+        whole = clipped and not any(hasattr(p, "_norm_sample") for p in wrapper.trainable_parameters)
+        finite = all(bool(p.grad.isfinite().all()) for p in optimizer.params if p.grad is not None)
+        clipped = False
+        if not (whole and finite):
+            forget()
             for p in optimizer.params:
                 p.grad = None
-            raise RuntimeError(
-                "a gradient of this batch is not finite, and ghost clipping cannot tell whose: clean the "
-                "data, or use grad_sample_mode='hooks', where such a sample counts as zero"
-            )
+            raise RuntimeError(_NOT_FINITE if whole else _NOT_CLIPPED)
         accumulate()
 
+    wrapper.get_clipping_coef = used_once
+    optimizer.zero_grad = cleared
     optimizer.accumulate = checked
+
+
+_NOT_FINITE = (
+    "a gradient of this batch is not finite, and ghost clipping cannot tell whose: clean the data, or use "
+    "grad_sample_mode='hooks', where such a sample counts as zero"
+)
+_NOT_CLIPPED = (
+    "this gradient was not clipped: with grad_sample_mode='ghost' the loss comes from the criterion that "
+    "make_private returned, and loss.backward() is called once a batch, after optimizer.zero_grad()"
+)

@@ -12,6 +12,7 @@ from opacus_bc import batch_norm as bn
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.alc import ALC
 from opacus_bc.clip_rules import sample_rule
+from opacus_bc.distributed import LateWrapping
 from opacus_bc.guards import check_individual, refuse_evaluation_mode
 from opacus_bc.individual import IndividualClippingOptimizer
 from opacus_bc.noise import TorchNoise
@@ -120,6 +121,7 @@ class IndividualEngine(ReleaseEngine):
                 sampling=sampling,
                 clipping=clipping,
                 alc_loader=None if alc is None else alc.public_loader,
+                attached=() if is_distributed(module) else (LateWrapping(module),),
             )
         )
         refuse_evaluation_mode(result[0])

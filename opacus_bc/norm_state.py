@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,8 +66,16 @@ def load_norm_state(policy: BatchNormPolicy, state: dict[str, Any] | None) -> No
         policy: The policy at work.
         state: What :func:`norm_state` returned, or None for a checkpoint that has none.
     """
-    policy._before = snapshot(policy.root)
+    constant = [layer for layer in policy.layers.values() if isinstance(layer, ConstantStatistics)]
+    with ExitStack() as shown:
+        for layer in constant:
+            shown.enter_context(layer._with_buffers())
+        policy._before = snapshot(policy.root)
     keeper = policy.keeper
+    for layer in constant if policy.name == "frozen" else ():
+        if layer.running_mean is not None and layer.running_var is not None:
+            layer.constant_mean = layer.running_mean.detach().clone()
+            layer.constant_var = layer.running_var.detach().clone()
     if state is None:
         if isinstance(keeper, ConstantsKeeper):
             keeper.refresh_constants()

@@ -36,13 +36,14 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
 
     _runs: list[Run]
     _identity: str  # of this engine's budget: checkpoints carry it
+    _adopted: list[Any] | None = None  # the history with which a checkpoint's identity was taken over
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(COPIES)
 
     def _start(self, run: Run) -> None:
         refuse_copies(run.optimizer)
-        drop_non_finite_samples(run.optimizer)
+        drop_non_finite_samples(run.optimizer, run.wrapper)
         run.policy.watch(run.optimizer.original_optimizer)
         run.optimizer.original_optimizer.register_step_post_hook(run.count_step)
         self._runs.append(run)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.batch_norm import BatchNormPolicy
+from opacus_bc.public_data import describe
 from opacus_bc.ranks import Ranks
 from opacus_bc.sampling import DrawSource, Sampling
 
@@ -33,6 +35,7 @@ class Run:
         attached: What hangs on the module until it is finished; each has ``detach()``.
         steps: How often the underlying optimizer has moved the weights.
         planned_steps: For how many the noise was calibrated, if it was.
+        told: Whether the user knows that there are more.
     """
 
     policy: BatchNormPolicy
@@ -49,16 +52,25 @@ class Run:
     attached: tuple[Any, ...] = ()
     steps: int = 0
     planned_steps: int | None = None
+    told: bool = False
 
     def count_step(self, *_: Any) -> None:
         """The underlying optimizer has moved the weights once more."""
         self.steps += 1
-        if self.steps - 1 == self.planned_steps:
+        if self.planned_steps is not None and self.steps > self.planned_steps and not self.told:
+            self.told = True
             warnings.warn(
                 f"step {self.steps} is beyond the {self.planned_steps} that noise_multiplier was calibrated "
                 "for: epsilon is reported truly and grows above target_epsilon",
                 stacklevel=2,
             )
+
+    @cached_property
+    def public_data(self) -> list[str]:
+        """Fingerprints of the public data: what was private before a resume must not be public after it."""
+        found = [] if self.alc_loader is None else [describe(self.alc_loader)]
+        statistics = self.policy.describe_public()
+        return [data.sha256 for data in [*found, *([] if statistics is None else [statistics])]]
 
     @property
     def steps_per_epoch(self) -> int:

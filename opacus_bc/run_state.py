@@ -18,6 +18,7 @@ def run_state(run: Run) -> dict[str, Any]:
     bounds = optimizer.max_grad_norm
     return {
         **_constants(run),
+        "public_data": run.public_data,
         "steps": run.steps,
         "noise_multiplier": float(optimizer.noise_multiplier),
         "max_grad_norm": [float(b) for b in bounds] if isinstance(bounds, (list, tuple)) else float(bounds),
@@ -61,6 +62,11 @@ def check_run_state(run: Run, state: dict[str, Any]) -> None:
     if (adaptive is None) != (state["alc"] is None):
         with_it, without = ("has", "none") if adaptive is None else ("has none", "one")
         raise ValueError(f"the checkpoint {with_it} ALC state and this run {without}: pass the same alc=")
+    if state["public_data"] != run.public_data:
+        raise ValueError(
+            "public_data are not those of the checkpoint, so private samples may be among them: pass the "
+            "same public loader (a random split needs a fixed seed)"
+        )
     if hasattr(run.wrapper, "max_grad_norm") and state["max_grad_norm"] != run.optimizer.max_grad_norm:
         raise ValueError(
             f"the checkpoint's max_grad_norm={state['max_grad_norm']!r} is not "

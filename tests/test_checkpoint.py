@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import checkpoint_support
 import opacus
 import pytest
 import torch
@@ -21,6 +22,7 @@ from support import blobs, engine, mlp, weights
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
+from opacus_bc.buffers import MovingBufferError
 from opacus_bc.checkpoint import KEY, CheckpointError, fingerprint, secret_path
 
 HERE = Path(__file__).parent
@@ -271,6 +273,55 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 def test_another_set_up_is_refused(case: Case, message: str, saved: Any) -> None:
     with pytest.raises(ValueError, match=message):
         Training(case, seed=1).load(saved[1])
+
+
+@pytest.mark.parametrize("use", ["public_norm", "alc"])
+def test_data_that_were_not_public_before_cannot_become_public(
+    use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A script that splits anew when it is resumed would normalise with samples it has trained on.
+    case, path = Case(kwargs={"clipping": "batch"}, **{use: {}}), tmp_path / "run.pt"
+    Training(case, seed=1).advance(2).save(path)
+    Training(case, seed=1).load(path)
+    monkeypatch.setattr(checkpoint_support, "public", lambda: DataLoader(blobs(64, seed=8), batch_size=16))
+    again = Training(case, seed=1)
+    before = everything(again)
+    with pytest.raises(ValueError, match="public_data"):
+        again.load(path)
+    assert everything(again) == before
+
+
+def test_frozen_statistics_of_individual_clipping_come_back_and_stay_watched(tmp_path: Path) -> None:
+    case, path = Case(kwargs={"clipping": "flat", "batch_norm": "frozen"}), tmp_path / "run.pt"
+
+    def pretrained(mean: float) -> Training:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.BatchNorm1d, "reset_running_stats", lambda norm: norm.running_mean.fill_(mean))
+            return Training(case, seed=1)
+
+    first, second = pretrained(1.0), pretrained(0.0)
+    first.save(path)
+    second.load(path)
+    layer = second.engine._runs[0].policy.layers["1"]
+    assert torch.equal(layer.constant_mean, torch.ones(8))
+    assert second.engine.get_epsilon(1e-5) == 0
+    layer.running_mean.add_(1.0)
+    with pytest.raises(MovingBufferError):
+        second.engine.get_epsilon(1e-5)
+
+
+def test_of_two_continuations_neither_takes_the_other_for_itself(tmp_path: Path) -> None:
+    path, other_path = tmp_path / "run.pt", tmp_path / "other.pt"
+    first = Training(CASES["sgd"], seed=1).advance(5)
+    first.save(path)
+    second = Training(CASES["sgd"], seed=2).load(path).advance(5)
+    second.save(other_path)
+    first.advance(5)
+    with pytest.raises(ValueError, match="10 steps"):
+        first.load(other_path)
+    first.save(path)
+    with pytest.raises(ValueError, match="10 steps"):
+        second.load(path)
 
 
 def test_generator_states_are_written_only_if_asked_for(tmp_path: Path) -> None:

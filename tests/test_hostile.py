@@ -26,6 +26,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from opacus_bc import accounting
+from opacus_bc.guards import drop_non_finite_samples
 from opacus_bc.noise import TorchNoise, fresh_seed
 from opacus_bc.public_data import isolated_randomness
 
@@ -564,3 +565,123 @@ def test_default_collation_of_an_announced_batch_is_torchs() -> None:
     ours, torchs = loader.collate_fn(samples), default_collate(samples)
     assert ours["text"] == torchs["text"]
     assert torch.equal(ours["x"], torchs["x"])
+
+
+def _ghost(model: nn.Module) -> tuple[Any, ...]:
+    x = torch.randn(64, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    return make_ghost(model, TensorDataset(x, torch.arange(64) % 2))
+
+
+def make_ghost(model: nn.Module, data: TensorDataset) -> tuple[Any, ...]:
+    maker = engine()
+    model, optimizer, criterion, loader = maker.make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=16),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost",
+        poisson_sampling=False,  # equal batches: old norms would fit
+        criterion=nn.CrossEntropyLoss(),
+    )
+    return maker, model, optimizer, criterion, loader
+
+
+def _without_linear() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 2, 6), nn.Flatten())
+
+
+def test_ghost_clipping_refuses_a_loss_that_it_has_not_clipped_and_nothing_moves() -> None:
+    maker, model, optimizer, criterion, loader = _ghost(_without_linear())
+    batches = iter(loader)
+    x, y = next(batches)
+    before = weights(model)
+    optimizer.zero_grad()
+    (nn.functional.cross_entropy(model(x), y, reduction="sum") * 1000).backward()
+    with pytest.raises(RuntimeError, match="not clipped"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+    assert len(maker.accountant) == 0
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    (nn.functional.cross_entropy(model(x), y) * 1000).backward()  # on top of a clipped one
+    with pytest.raises(RuntimeError, match="not clipped"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
+    assert len(maker.accountant) == 1
+
+
+def test_ghost_clipping_never_uses_the_norms_of_another_batch() -> None:
+    maker, model, optimizer, criterion, loader = _ghost(_without_linear())
+    batches = iter(loader)
+    x, y = next(batches)
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
+    before = weights(model)
+    x, y = next(batches)
+    model(x)  # recorded, and never followed by a backward
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="norms of this batch are missing"):
+        criterion(model(1000 * x), y).backward()
+    with pytest.raises(RuntimeError, match="not clipped"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+    assert len(maker.accountant) == 1
+
+
+def test_ghost_clipping_after_an_interrupted_backward_clips_the_next_batch_by_its_own_norms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model, optimizer, criterion, loader = _ghost(nn.Sequential(nn.Flatten(), nn.Linear(108, 2)))
+    batches = iter(loader)
+    x, y = next(batches)
+    loss, real = criterion(model(x), y), torch.Tensor.backward
+    calls = []
+
+    def interrupted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        calls.append(tensor)
+        if len(calls) == 2:
+            raise MemoryError("no more")
+        real(tensor, *args, **kwargs)
+
+    optimizer.zero_grad()
+    monkeypatch.setattr(torch.Tensor, "backward", interrupted)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    monkeypatch.undo()
+    x, y = next(batches)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="norms of this batch are missing"):
+        criterion(model(1000 * x), y).backward()  # hooks were still off
+    optimizer.zero_grad()
+    criterion(model(1000 * x), y).backward()
+    released = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert released.norm() <= 16 * 1.0 * (1 + 1e-5)
+
+
+def test_whether_a_sample_counts_does_not_depend_on_a_neighbour_that_is_not_finite() -> None:
+    def summed(rows: torch.Tensor) -> torch.Tensor:
+        class Optimizer:
+            def __init__(self) -> None:
+                self.params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
+
+            def clip_and_accumulate(self) -> None:  # per layer, as Opacus does it
+                for p in self.params:
+                    norms = p.grad_sample.norm(dim=1)
+                    factors = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+                    p.summed_grad = torch.einsum("i,i...", factors, p.grad_sample)
+
+        optimizer = Optimizer()
+        for p, g in zip(optimizer.params, (rows[:, :2], rows[:, 2:]), strict=True):
+            p.grad_sample, p.summed_grad = g.clone(), None
+        drop_non_finite_samples(optimizer, None)
+        optimizer.clip_and_accumulate()
+        return torch.cat([p.summed_grad for p in optimizer.params])
+
+    huge = torch.tensor([[3e38, 3e38, 1.0]] * 20)  # finite, but their row's sum is not
+    difference = summed(torch.cat([huge, torch.full((1, 3), float("nan"))])) - summed(huge)
+    assert difference.norm() <= 2**0.5

@@ -192,7 +192,7 @@ axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 plt.show()
 
 # %% [markdown]
-# ## Why batch clipping pays
+# ## What batch clipping costs
 #
 # The noise multiplier σ is noise over *sensitivity*. Individual clipping adds m vectors of norm at most C, so the mean has noise
 # σC/m. A mini-set of s counts as *one* vector, and one sample can turn it around, which is a sensitivity of 2C: the mean of m/s
