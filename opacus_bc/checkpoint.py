@@ -171,15 +171,15 @@ def write_secret(path: str | os.PathLike[str], identity: str, state: Mapping[str
     The states of the checkpoint that lies there now are kept beside them, so that a process killed between
     this call and the next still finds the ones that match; older ones are dropped.
     """
-    kept = {}
+    states = {identity: dict(state)}
     try:
         current = torch.load(path, weights_only=True, mmap=True)[KEY]["id"]
-        kept = {current: _read_secret(path)[current]}
+        states[current] = _read_secret(path)[current]
     except Exception:  # no file, a stock one, a damaged one: nothing to keep
-        kept = {}
-    write_atomically(
-        secret_path(path), lambda file: torch.save({**kept, identity: dict(state)}, file), mode=0o600
-    )
+        states = {identity: dict(state)}
+    # Its fingerprint stays in this file: seeds have few bits, so a hash elsewhere would give them away.
+    content = {"states": states, "sha256": fingerprint(states)}
+    write_atomically(secret_path(path), lambda file: torch.save(content, file), mode=0o600)
 
 
 def read_secret(path: Any, identity: str) -> dict[str, Any] | None:
@@ -196,5 +196,8 @@ def read_secret(path: Any, identity: str) -> dict[str, Any] | None:
 
 
 def _read_secret(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    states: dict[str, dict[str, Any]] = torch.load(secret_path(path), weights_only=True)
+    content = torch.load(secret_path(path), weights_only=True)
+    states: dict[str, dict[str, Any]] = content["states"]
+    if fingerprint(states) != content["sha256"]:
+        raise ValueError("it does not match its fingerprint")
     return states

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus_bc.clipping import tensor_norms
 from opacus_bc.ledger import Delivery, DrawLedger
-from opacus_bc.ranks import Agreement, Ranks
+from opacus_bc.ranks import STOPPED, Agreement, Ranks
 from opacus_bc.sampling import SMALLEST_MINI_SET, Draw, Part, SamplingPlan, placeholder, whole_draw
 
 
@@ -217,8 +217,18 @@ def _reduce_weighted(state: WeightedReduction, bucket: Any) -> Any:
         buffer.zero_()  # zero times infinity is not zero
     elif weight != 1.0:
         buffer.mul_(weight)
-    future = dist.all_reduce(buffer, group=state.ranks.group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    try:
+        future = dist.all_reduce(buffer, group=state.ranks.group, async_op=True).get_future()
+    except RuntimeError as error:
+        raise RuntimeError(STOPPED) from error
+    return future.then(_sum_of_ranks)
+
+
+def _sum_of_ranks(done: Any) -> Any:
+    try:
+        return done.value()[0]
+    except RuntimeError as error:
+        raise RuntimeError(STOPPED) from error
 
 
 # DistributedDataParallel checks the annotations themselves, and here they are strings.

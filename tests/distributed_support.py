@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import ALC
+from opacus_bc.checkpoint import secret_path
 
 RANKS = 2
 
@@ -71,7 +73,7 @@ class Training:
 
     def steps(self, count: int, *, spoiled_placeholders: bool = False) -> Training:
         taken = 0
-        while True:
+        while count:
             for x, y in self.loader:
                 self.optimizer.zero_grad()
                 output = self.model(x.to(self.dtype))
@@ -85,6 +87,7 @@ class Training:
                 taken += delivery.ends_draw
                 if taken == count:
                     return self
+        return self
 
     def found(self) -> dict[str, Any]:
         plain = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
@@ -288,10 +291,15 @@ def refusals() -> dict[str, Any]:
         training.optimizer.step()
 
     def wrapped_later() -> None:
-        training = Training(parallel=False)
+        training = Training(parallel=False).steps(5)  # the look-out must not tire
         x, y = next(iter(training.loader))
         model = DistributedDataParallel(training.model)
         nn.functional.cross_entropy(model(x.double()), y).backward()
+
+    def individual_wrapped_later() -> None:
+        training = Training(parallel=False, clipping="flat")
+        model = DistributedDataParallel(training.model)
+        model(next(iter(training.loader))[0].double())
 
     def chunks() -> None:
         Training(parallel=True).loader.with_max_physical_batch_size(4)
@@ -303,10 +311,51 @@ def refusals() -> dict[str, Any]:
         "around ddp": _message(around_ddp),
         "partly reduced": _message(partly_reduced),
         "wrapped later": _message(wrapped_later),
+        "individual, wrapped later": _message(individual_wrapped_later),
         "chunks": _message(chunks),
         "private": _message(lambda: Training(parallel=True, norm=True, batch_norm="private")),
         "different": _message(lambda: Training(parallel=True, noise_multiplier=1.0 + dist.get_rank())),
     }
+
+
+def evaluated_alone() -> dict[str, Any]:
+    """Rank 0 evaluates and saves between steps while rank 1 trains on: nothing may wait for rank 1."""
+    public = DataLoader(
+        TensorDataset(*[t.double() if t.is_floating_point() else t for t in blobs(32, seed=5).tensors]),
+        batch_size=16,
+    )
+    found = {}
+    for size in (None, 4):
+        training = Training(parallel=True, norm=True, batch_norm=public, mini_batch_size=size).steps(3)
+        if dist.get_rank() == 0:
+            training.model.eval()
+            training.model.module(public.dataset.tensors[0])
+            training.model.state_dict()
+            training.model.train()
+        training.steps(3)
+        training.model.eval()
+        output = training.model.module(public.dataset.tensors[0])
+        found[str(size)] = {**training.found(), "output": output.detach()}
+    return found
+
+
+def resumed_exactly() -> dict[str, Any]:
+    """Ten steps, and five saved and loaded and five more, on both ranks."""
+    found = {}
+    for size in (None, 4):
+        path = Path(tempfile.gettempdir()) / f"opacus-bc-test-{os.getppid()}.pt"
+        first = Training(parallel=True, mini_batch_size=size).steps(5)
+        parts = {"module": first.model, "optimizer": first.optimizer}
+        first.engine.save_checkpoint(path=path, **parts, exact=True)
+        dist.barrier()
+        second = Training(parallel=True, mini_batch_size=size).steps(0)
+        second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.unlink()
+            secret_path(path).unlink()
+        found[str(size)] = (first.steps(5).found(), second.steps(5).found())
+    return found
 
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -318,6 +367,8 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "spoiled": spoiled,
     "individual": individual,
     "refusals": refusals,
+    "evaluated_alone": evaluated_alone,
+    "resumed_exactly": resumed_exactly,
 }
 
 

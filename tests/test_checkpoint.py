@@ -23,7 +23,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_bc.buffers import MovingBufferError
-from opacus_bc.checkpoint import KEY, CheckpointError, fingerprint, secret_path
+from opacus_bc.checkpoint import KEY, CheckpointError, fingerprint, read, read_secret, secret_path
 
 HERE = Path(__file__).parent
 
@@ -86,7 +86,7 @@ def test_generator_states_of_overwritten_checkpoints_are_dropped(saved: Any) -> 
         training.advance(1).save(path)
         names.append(torch.load(path, weights_only=True)[KEY]["id"])
     # The one before the last is kept for a process that is killed between writing the two files.
-    assert set(torch.load(secret_path(path), weights_only=True)) == set(names[1:])
+    assert set(torch.load(secret_path(path), weights_only=True)["states"]) == set(names[1:])
     training.engine.save_checkpoint(
         path=path, module=training.model, optimizer=training.optimizer, exact=False
     )
@@ -206,6 +206,26 @@ def test_a_damaged_file_gives_one_error_and_changes_nothing(damage: str, saved: 
     fresh = Training(CASES["sgd"], seed=2)
     before = everything(fresh)
     with pytest.raises(CheckpointError):
+        fresh.load(path)
+    assert everything(fresh) == before
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "other"])
+def test_damaged_generator_states_give_one_error_and_change_nothing(damage: str, saved: Any) -> None:
+    training, path = saved
+    secret = secret_path(path)
+    content = secret.read_bytes()
+    if damage == "cut":
+        secret.write_bytes(content[: len(content) // 2])
+    elif damage == "other":
+        torch.save({"noise": 1}, secret)
+    else:
+        state = training.optimizer.noise.stream(torch.device("cpu")).get_state().numpy().tobytes()
+        place = content.index(state) + 100
+        secret.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    fresh = Training(CASES["sgd"], seed=2)
+    before = everything(fresh)
+    with pytest.raises(CheckpointError, match="Delete it to resume with fresh randomness"):
         fresh.load(path)
     assert everything(fresh) == before
 
@@ -444,8 +464,7 @@ def test_a_process_killed_while_saving_leaves_a_checkpoint_that_resumes(tmp_path
         time.sleep(chance.uniform(0, 3 * duration))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        content = torch.load(path, weights_only=True)
-        assert content[KEY]["id"] in torch.load(secret_path(path), weights_only=True)
+        assert read_secret(path, read(path)[KEY]["id"]) is not None
     expected = Training(CASES["sgd"], seed=1).advance(3).result()
     assert Training(CASES["sgd"], seed=9).load(path).advance(2).result() == expected
 
