@@ -95,7 +95,7 @@ def _growth(title: str, words: str, key: str, picture: str) -> Any:
 def _draw(rows: Rows, key: str, picture: str) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, what in zip(panels, ("time", "memory"), strict=True):
         for method in dict.fromkeys(row["method"] for row in rows):
@@ -104,12 +104,17 @@ def _draw(rows: Rows, key: str, picture: str) -> None:
             axes.plot(x, y, marker="o", markersize=3, label=method)
             if what == "time":
                 axes.fill_between(x, [row["low"] for row in mine], [row["high"] for row in mine], alpha=0.12)
+        values = sorted({row[key] for row in rows})
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.set_xticks(values, [f"{value:,}" for value in values], fontsize=8)
+        axes.minorticks_off()
+        ticks = [t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if axes.get_ylim()[0] <= t <= axes.get_ylim()[1]]
+        axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
         axes.set_xlabel({"batch": "batch size", "parameters": "parameters"}[key])
         axes.set_ylabel(f"{what} of a step / plain SGD" if what == "time" else "peak memory / plain SGD")
-        axes.grid(alpha=0.3, which="both")
-    panels[1].legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(PAGE.parent / picture, dpi=130)
 
 
