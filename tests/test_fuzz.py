@@ -224,7 +224,7 @@ def vectors(blocks: list[Block], release: dict[str, Tensor]) -> list[Tensor]:
     ]
 
 
-delta_box, noise_box, sigma_box, sample_box, buffer_box, epsilon_box = (Box() for _ in range(6))
+delta_box, noise_box, sigma_box, sample_box, stock_box, buffer_box, epsilon_box = (Box() for _ in range(7))
 
 
 @fuzz
@@ -328,6 +328,50 @@ def test_individual_clipping_in_blocks_keeps_its_sensitivity_and_noise(
         )
     mu = math.sqrt(sum((b.sensitivity / b.noise_std) ** 2 for b in expected))
     assert maker.accountant.history[0][0] == pytest.approx(1 / mu, rel=1e-9)
+
+
+@fuzz
+@given(
+    case=cases,
+    blocks=st.lists(st.sampled_from(("conv", "batch norm", "group norm")), max_size=3).map(tuple),
+    size=st.sampled_from([1e-3, 1.0, -1e4, 1e30]),
+    mode=st.sampled_from(["flat", "per_layer", "ghost"]),
+)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_no_sample_moves_opacus_own_modes_with_public_batch_norm_by_more_than_the_bound(
+    case: Case, blocks: tuple[str, ...], size: float, mode: str
+) -> None:
+    if stock_box.closed():
+        return
+    dtype = torch.float32 if case.dtype == torch.bfloat16 else case.dtype
+    case = replace(case, blocks=blocks, dtype=dtype, frozen=0)
+    x, y = case.data(6).tensors
+    x[5] = (size * x[5].double()).clamp(-1e15, 1e15).to(dtype)
+    sums = []
+    for members in (6, 5):
+        model, maker = case.model(), engine()
+        count = len([p for p in model.parameters() if p.requires_grad])
+        bounds = [case.bound / math.sqrt(count)] * count
+        wrapper, optimizer, *criterion, loader = maker.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(case.data(24), batch_size=6),
+            noise_multiplier=1.0,
+            max_grad_norm=bounds if mode == "per_layer" else case.bound,
+            clipping="per_layer" if mode == "per_layer" else "flat",
+            grad_sample_mode="ghost" if mode == "ghost" else "hooks",
+            batch_norm=DataLoader(case.data(8, shift=1), batch_size=4),
+        )
+        optimizer.noise_multiplier = 0.0  # what is left is the clipped sum
+        optimizer.original_optimizer.step = lambda *_: None
+        next(iter(loader.batch_sampler))
+        loss = criterion[0] if criterion else nn.functional.cross_entropy
+        optimizer.zero_grad()
+        loss(wrapper(x[:members]), y[:members]).backward()
+        optimizer.step()
+        grads = [p.grad.double().flatten() * 6 for p in model.parameters() if p.requires_grad]
+        sums.append(torch.cat(grads))
+    assert float((sums[0] - sums[1]).norm()) <= case.bound * (1 + 1000 * torch.finfo(dtype).eps)
 
 
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
