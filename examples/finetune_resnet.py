@@ -4,7 +4,7 @@ BatchNorm stays: private forwards use the mini-set's statistics, evaluation thos
 are synthetic images of CIFAR's shape, so that the script runs anywhere; put your own in their place, and
 ``weights="DEFAULT"`` for pretrained weights.
 
-    python examples/finetune_resnet.py                       # two to three minutes of CPU time, mostly compiling
+    python examples/finetune_resnet.py                       # two to three CPU minutes, mostly compiling
     python examples/finetune_resnet.py --backend aot_eager   # without a C++ compiler
 """
 
