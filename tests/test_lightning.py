@@ -117,6 +117,18 @@ def test_accumulation_over_batches_is_refused() -> None:
     assert len(private.engine.accountant) == 0
 
 
+def test_the_gradient_scaler_of_mixed_precision_is_refused() -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    private = Private()
+    before = weights(private.model)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        fit(private, plugins=[plugin])
+    assert torch.equal(weights(private.model), before)
+    assert len(private.engine.accountant) == 0
+
+
 def test_a_run_that_is_broken_off_books_the_steps_it_took() -> None:
     private = Private()
     fit(private, max_epochs=1, limit_train_batches=4)

@@ -46,6 +46,13 @@ def test_a_constant_loss_scale_is_taken_off_before_clipping(clip_bound: float) -
     torch.testing.assert_close(plain, scaled, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("clip_bound", [0.01, 100.0])
+def test_float16_with_a_constant_scale_gives_the_update_of_float32(clip_bound: float) -> None:
+    exact = update(mlp(seed=3), blobs(), clip_bound=clip_bound)
+    scaled = update(mlp(seed=3), blobs(), clip_bound=clip_bound, scale=1024.0, dtype=torch.float16)
+    assert 0 < (exact - scaled).norm() < 0.01 * exact.norm()
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), True])
 def test_a_loss_scale_is_a_positive_number(scale: float) -> None:
     optimizer, _ = private_parts(mlp(), blobs(), [DRAW])
