@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 KEY = "opacus_bc"
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(ValueError):

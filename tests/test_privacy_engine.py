@@ -288,3 +288,12 @@ def test_a_delta_of_one_over_n_is_warned_of_and_a_smaller_one_is_not():
             max_grad_norm=1.0,
             clipping="batch",
         )
+
+
+def test_synchronised_statistics_of_processes_that_are_accounted_one_by_one_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.Linear(8, 2))
+    with pytest.raises(ValueError, match="SyncBatchNorm would mix the draws"):
+        make(model, batch_norm="batch")
+    assert type(model[1]) is nn.SyncBatchNorm
