@@ -29,6 +29,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """In the repository a link leads to the notebook or the root folder's document, here to its page."""
+    return site_links(markdown)
+
+
+def site_links(markdown: str) -> str:
+    """Links as the site wants them.
+
+    >>> site_links("[a](../tutorials/quickstart.ipynb#x) [b](../SECURITY.md)")
+    '[a](tutorials/quickstart.md#x) [b](SECURITY.md)'
+    >>> site_links("[c](../../tutorials/auditing.ipynb)")
+    '[c](../tutorials/auditing.md)'
+    """
+    markdown = re.sub(r"\]\(\.\./((?:\.\./)?tutorials/\w+)\.ipynb", r"](\1.md", markdown)
+    return re.sub(rf"\]\(\.\./({'|'.join(DOCUMENTS)})", r"](\1", markdown)
+
+
 def on_page_content(html: str, **_: Any) -> str:
     """Docstrings name other functions in Sphinx's way; readers want the name."""
     return _ROLE.sub("", html)

@@ -126,6 +126,12 @@ class BatchNormPolicy:
         if isinstance(self.keeper, ConstantsKeeper):
             self.keeper.refresh_every = self.refresh_every
             self.keeper.refresh_constants()
+            if self.public and self.public.differentiate and not self.keeper.followed:
+                warnings.warn(
+                    "differentiate=True changes nothing here: no BatchNorm layer with trainable weights "
+                    "normalises the output of a linear or convolution layer directly",
+                    stacklevel=5,
+                )
         answered = self.layers.values() if not self.protected else filter(is_patched, self.layers.values())
         self._watch = BufferWatch(self.root, frozenset(id(child) for child in answered))
         if not self.protected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from opacus_bc._opacus import UnsupportedModuleError
 from opacus_bc.norm_types import NORM_LAYERS, PolicyLayer, is_known
@@ -63,7 +63,8 @@ def resolve(policy: Any) -> Config:
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
         names = ", ".join(map(repr, POLICIES))
-        raise ValueError(f"batch_norm must be a public DataLoader or one of {names}, got {policy!r}")
+        hint = ": wrap it, DataLoader(public, batch_size=256)" if isinstance(policy, Dataset) else ""
+        raise ValueError(f"batch_norm must be a public DataLoader or one of {names}, got {policy!r}{hint}")
     return PrivateStatistics() if policy == "private" else policy
 
 
@@ -104,7 +105,9 @@ def check_policy(
     if not found:
         return found
     first, layer = next(iter(found.items()))
-    which = f"{len(found)} layers (first: {first or 'the module'}, {type(layer).__name__})"
+    which = f"{first or 'the module'} ({type(layer).__name__})"
+    if len(found) > 1:
+        which += f" and {len(found) - 1} more"
     for name, child in found.items():
         if isinstance(child, nn.modules.lazy.LazyModuleMixin) and child.has_uninitialized_params():
             raise BatchNormPolicyError(
@@ -114,8 +117,8 @@ def check_policy(
     if config is None:
         choices = _INDIVIDUAL_CHOICES if individual else _CHOICES
         raise BatchNormPolicyError(
-            f"{which} keep running statistics or mix samples, which a private forward would write into the "
-            f"model unprotected. Say what shall happen with batch_norm=: {choices}"
+            f"in {which} a private forward would mix samples or write running statistics into the model "
+            f"unprotected. Say what shall happen with batch_norm=: {choices}"
         )
     if isinstance(config, PublicStatistics) and config.differentiate and not individual:
         raise BatchNormPolicyError(

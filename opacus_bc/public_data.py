@@ -62,7 +62,10 @@ def check_disjoint(public_loader: DataLoader[Any], private_loader: DataLoader[An
 def check_public_loader(loader: object) -> None:
     """Refuse what is not a non-empty torch DataLoader."""
     if not isinstance(loader, DataLoader):
-        raise PublicDataError(f"public data must come as a torch DataLoader, got {type(loader).__name__}")
+        hint = ": wrap it, DataLoader(public, batch_size=256)" if isinstance(loader, Dataset) else ""
+        raise PublicDataError(
+            f"public data must come as a torch DataLoader, got {type(loader).__name__}{hint}"
+        )
     if not isinstance(loader.dataset, IterableDataset) and len(loader) == 0:
         raise PublicDataError(f"the public loader is empty ({len(_length(loader.dataset))} samples)")
 

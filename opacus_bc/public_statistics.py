@@ -277,6 +277,7 @@ class ConstantsKeeper(PublicKeeper):
         super().__init__(root, batches)
         self.steps = 0
         self.refreshes = 0
+        self.followed = 0  # BatchNorm layers whose statistics gradients followed at the last refresh
 
     def after_step(self) -> None:
         """Count an optimizer step."""
@@ -302,4 +303,5 @@ class ConstantsKeeper(PublicKeeper):
             if pairs and isinstance(layer, ConstantStatistics):
                 layer.constant_mean, layer.constant_var = _average(pairs)
                 layer.upstream = upstream(*feeding[layer]) if len(feeding.get(layer, ())) == 2 else None
+        self.followed = sum(len(entry) == 2 for entry in feeding.values())
         self.refreshes += 1

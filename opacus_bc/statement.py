@@ -150,7 +150,8 @@ def _run_facts(run: Run) -> RunFacts:
             text += "; it also follows these statistics into the layer directly before"
     return RunFacts(
         mechanism=(
-            f"batch clipping of {mini_sets} mini-sets of {run.mini_set_size} samples a step"
+            f"batch clipping of {_counted(mini_sets, 'mini-set')} of "
+            f"{_counted(run.mini_set_size, 'sample')} a step"
             if batch
             else f"individual clipping ({run.clipping!r})"
         ),
@@ -195,6 +196,8 @@ def verdict(facts: Facts) -> str:
     """The guarantee in one sentence."""
     if any(not run.protected for run in facts.runs):
         return "no guarantee: running statistics leak; the epsilon below is that of the gradients alone"
+    if not facts.steps and not facts.releases:
+        return "nothing was released yet: no step was made, and the weights are those the model came with"
     worst = max(facts.epsilon, facts.certified_epsilon or 0.0)
     if math.isinf(worst):
         return "no protection: at least one release carried no noise"
@@ -207,7 +210,7 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
     sections = [("Guarantee", verdict(facts))]
     for i, run in enumerate(facts.runs):
         number = f" {i + 1}" if len(facts.runs) > 1 else ""
-        groups = "1 clip group" if run.groups == 1 else f"{run.groups} clip groups"
+        groups = _counted(run.groups, "clip group")
         sections += [
             (f"Mechanism{number}", f"{run.mechanism}, Gaussian noise, {groups}"),
             (
@@ -222,13 +225,15 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
             (f"BatchNorm{number}", run.batch_norm),
             (f"Public data{number}", _public_text(run.public_data)),
         ]
-    accounted = f"{facts.steps} steps"
+    accounted = _counted(facts.steps, "step")
     if facts.step_noise is not None:
         low, high = facts.step_noise
         accounted += f" with sigma_eff {low:g}" + (f" to {high:g}" if high > low else "")
     if facts.releases:
         sigmas = ", ".join(f"{sigma:g}" for sigma in facts.releases)
-        accounted += f" and {len(facts.releases)} releases of running statistics (sigma_eff {sigmas})"
+        accounted += (
+            f" and {_counted(len(facts.releases), 'release')} of running statistics (sigma_eff {sigmas})"
+        )
     sections += [
         ("Accounted", f"{accounted}, accountant {facts.accountant!r}"),
         ("Epsilon", _epsilon_text(facts)),
@@ -240,6 +245,15 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
 
 
 _INSECURE = "ordinary pseudo-random generator (not cryptographic): whoever knows or guesses the seed voids it"
+
+
+def _counted(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> _counted(1, "step"), _counted(0, "step")
+    ('1 step', '0 steps')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _epsilon_text(facts: Facts) -> str:

@@ -139,7 +139,7 @@ def test_without_a_policy_the_error_lists_the_choices(clipping: str) -> None:
         make_private(network(), **kwargs)
     assert isinstance(caught.value, UnsupportedModuleError)
     assert isinstance(caught.value, ValueError)
-    assert "2 layers (first: 1, BatchNorm2d)" in str(caught.value)
+    assert "in 1 (BatchNorm2d) and 1 more a private forward" in str(caught.value)
 
 
 @pytest.mark.parametrize("norm", [{"affine": False}, {"affine": False, "track_running_stats": False}])
@@ -195,6 +195,8 @@ def test_policies_that_use_the_private_batch_are_refused_with_individual_clippin
 
 @pytest.mark.parametrize("policy", ["publik", 3, True, [PUBLIC]])
 def test_an_unknown_policy_is_named(policy: Any) -> None:
+    with pytest.raises(ValueError, match=r"batch_norm must be .* wrap it, DataLoader\(public"):
+        make_private(network(), batch_norm=public().dataset)
     with pytest.raises(ValueError, match="batch_norm must be a public DataLoader or one of"):
         make_private(network(), batch_norm=policy)
 

@@ -16,7 +16,11 @@ from opacus_bc import ALC
 from opacus_bc.norm_types import ConstantStatistics
 from opacus_bc.public_statistics import PublicStatistics
 
-pytestmark = pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK)
+NOTHING_TO_FOLLOW = "differentiate=True changes nothing"
+pytestmark = [
+    pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK),
+    pytest.mark.filterwarnings(f"ignore:{NOTHING_TO_FOLLOW}"),
+]
 ROWS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
@@ -253,3 +257,10 @@ def test_differentiate_is_refused_where_it_cannot_be_had(arguments: dict[str, An
 def test_differentiate_is_a_truth_value() -> None:
     with pytest.raises(ValueError, match="differentiate must be True or False, got 'yes'"):
         PublicStatistics(loader=public(), differentiate="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_who_asks_for_gradients_that_cannot_flow_is_told(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    make_private(NETWORKS[name](), clipping="flat", batch_norm=configuration())
+    told = any(NOTHING_TO_FOLLOW in str(warning.message) for warning in recwarn)
+    assert told == (name == "activation between")

@@ -32,6 +32,18 @@ def test_every_page_of_the_navigation_exists_and_every_page_is_in_it() -> None:
     assert named == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | MADE | notebooks
 
 
+def test_links_between_documents_lead_somewhere_in_the_repository_too() -> None:
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")]
+    pages += [ROOT / "benchmarks" / "README.md"]
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert not dead
+
+
 def test_the_scaling_page_shows_what_the_model_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

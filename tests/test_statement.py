@@ -99,7 +99,7 @@ def test_releases_of_running_statistics_are_listed_and_are_no_steps() -> None:
     eng.recalibrate_batch_norm(noise_multiplier=20.0)
     text = eng.statement(1e-5)
     assert (
-        f"3 steps with sigma_eff 1 and 1 releases of running statistics (sigma_eff {20 / math.sqrt(2):g})"
+        f"3 steps with sigma_eff 1 and 1 release of running statistics (sigma_eff {20 / math.sqrt(2):g})"
         in text
     )
 
@@ -185,3 +185,10 @@ def test_the_trade_off_curve_comes_from_the_fdp_accountant_only() -> None:
     eng, *_ = make_private(network(), batch_norm="batch", accountant="rdp")
     with pytest.raises(ValueError, match="accountant='rdp' has no trade-off curve"):
         eng.get_tradeoff()
+
+
+def test_before_the_first_step_the_statement_claims_nothing() -> None:
+    eng, *_ = make_private(network(), batch_norm=PUBLIC)
+    assert "nothing was released yet" in eng.statement(1e-5)
+    assert "differential privacy" not in verdict(facts(steps=0, epsilon=0.0))
+    assert "differential privacy" in verdict(facts(steps=0, releases=(2.0,)))
