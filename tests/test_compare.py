@@ -27,7 +27,14 @@ from opacus_bc.experiments.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["compare", "--methods", "opacus", "gbc-16", "--seeds", "2", "--epochs", "1", "--jobs", "1"]
-PICTURES = ("accuracy_epochs", "accuracy_epsilon", "accuracy_cost", "tradeoff", "noise_to_signal")
+PICTURES = (
+    "accuracy_methods",
+    "accuracy_epochs",
+    "accuracy_epsilon",
+    "accuracy_cost",
+    "tradeoff",
+    "noise_to_signal",
+)
 
 
 @pytest.fixture(scope="module")

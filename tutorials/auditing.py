@@ -93,8 +93,8 @@ plt.show()
 # %% [markdown]
 # ## Many steps, drawn at random
 #
-# The same with 50 steps at sample rate 0.1. **Look at** the last column: the audit reaches most of what is claimed, so the accountant is not far
-# from the truth, and the noise is really there.
+# The same with 50 steps at sample rate 0.1. **Look at** the audited ε next to the claimed one: the audit reaches most of what is claimed and never
+# more than it, so the noise is really there and the accountant is not far from the truth.
 
 # %%
 repetitions = REPETITIONS // 4

@@ -113,7 +113,7 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# ## Four runs at ε = 8
+# ## Three ways and stock Opacus at ε = 8
 #
 # Each way is one call. Batch size, learning rate and clip bound were chosen by hand for each way, on these very images: read
 # differences of a point or two as nothing. `mini_batch_size` is s.
@@ -173,7 +173,7 @@ def train(way: str, seed: int) -> dict[str, object]:
 runs = {way: [train(way, seed) for seed in SEEDS] for way in WAYS}
 
 # %% [markdown]
-# **Look at** two things. First the ε in the legend: all four spent the same budget. Then how far apart the curves are: the line is
+# **Look at** two things. First the ε in the legend: the three ways and stock Opacus spent the same budget. Then how far apart the curves are: the line is
 # the mean over three seeds, the band their range.
 
 # %%

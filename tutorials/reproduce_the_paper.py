@@ -123,7 +123,7 @@ plt.show()
 # %% [markdown]
 # ## The accuracies: ours | paper
 #
-# Three ways to run the paper's experiment: `paper` and `code` do what was printed or published and are **not private**; `sound` draws with Poisson sampling
+# The paper's experiments were run in up to three variants: `paper` and `code` do what was printed or published and are **not private**; `sound` draws with Poisson sampling
 # and takes BatchNorm's statistics from public data: its ε is certified. The table has every number that the paper prints and that has been run so far.
 # A star marks runs with fewer epochs or images than the paper's; the paper's numbers are single runs.
 
@@ -147,7 +147,7 @@ print(
 )
 
 # %% [markdown]
-# **Look at** the diagonal: on it, ours equals theirs; the band is ± 3 points, which we call reached.
+# **Look at** how far a mark is from the diagonal, where ours equals theirs; the grey band is ± 3 points, which we call reached. Hollow marks are the starred, shorter runs.
 
 # %%
 figure, axes = plt.subplots(figsize=(4.6, 4.2), layout="constrained")

@@ -25,6 +25,7 @@ _FAMILIES = {"plain": "0.4", "individual": _COLOURS[0], "batch": _COLOURS[1], "m
 def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
     """Draw every picture that the rows have numbers for; returns title -> file."""
     pictures: list[tuple[str, str, Callable[[Sequence[Row]], Any]]] = [
+        ("Accuracy by method", "accuracy_methods.png", by_method),
         ("Accuracy over epochs", "accuracy_epochs.png", over_epochs),
         ("Accuracy against ε", "accuracy_epsilon.png", against_epsilon),
         ("Accuracy against cost", "accuracy_cost.png", against_cost),
@@ -65,6 +66,52 @@ def _tidy(axes: Any) -> None:
 def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     found = [(title, [row for row in rows if row.family == family]) for title, family in _PANELS]
     return [(title, members) for title, members in found if members]
+
+
+def by_method(rows: Sequence[Row]) -> Any:
+    """The answer at a glance: a line for each method, a point with its spread for each budget."""
+    shown = [row for row in rows if row.private]
+    names, budgets = list(dict.fromkeys(row.name for row in shown)), _budgets(shown)
+    if not budgets:
+        return None
+    figure = _figure(7.2, 0.9 + 0.29 * len(names))
+    at = figure.add_subplot()
+    for row in shown:
+        newest = row.budget == budgets[-1]
+        at.errorbar(
+            row.mean,
+            names.index(row.name),
+            xerr=row.spread or 0.0,
+            marker=_MARKERS[budgets.index(row.budget)],  # type: ignore[arg-type]  # private rows have one
+            markersize=6.5,
+            markerfacecolor=_FAMILIES[row.family] if newest else "white",
+            color=_FAMILIES[row.family],
+            capsize=2.5,
+            elinewidth=1.0,
+        )
+    for index, budget in enumerate(budgets):
+        face = "0.3" if budget == budgets[-1] else "white"
+        at.plot(
+            [],
+            [],
+            _MARKERS[index],
+            color="0.3",
+            markerfacecolor=face,
+            label=f"ε = {budget:g}",
+            markersize=6.5,
+        )
+    plain = next((row for row in rows if not row.private), None)
+    if plain is not None:
+        at.axvline(
+            plain.mean, color="0.55", linestyle="--", linewidth=1.0, label=f"no privacy ({plain.mean:.1f} %)"
+        )
+    at.set_yticks(range(len(names)), [next(row.title for row in shown if row.name == n) for n in names])
+    at.invert_yaxis()
+    at.set_xlim(0, 102)
+    at.set_xlabel("test accuracy, %")
+    figure.legend(fontsize="small", loc="outside upper center", ncols=len(budgets) + 1, frameon=False)
+    _tidy(at)
+    return figure
 
 
 def over_epochs(rows: Sequence[Row]) -> Any:

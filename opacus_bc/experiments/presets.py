@@ -1,7 +1,7 @@
 """Batch size, step size and clip bound of every method, by data set.
 
-They were set by hand: on digits and MNIST in short runs on the data sets themselves, on CIFAR-10 and for
-batch clipping of whole MNIST batches by scaling those. ``--tune`` searches around them with equal effort for
+They were set by hand: on digits and MNIST in short runs on the data sets themselves, on CIFAR-10 by scaling
+those. ``--tune`` searches around them with equal effort for
 every method. Momentum is 0.9 throughout.
 """
 
@@ -67,9 +67,10 @@ _MNIST = Preset(
     settings={
         "plain": Setting(batch_size=64, lr=0.02),
         "individual": Setting(batch_size=1024, lr=0.8, clip=1.0),
-        "batch": Setting(batch_size=64, lr=0.003, clip=0.1),
-        "zhang": Setting(batch_size=64, lr=0.0006, clip=1.0),
+        "batch": Setting(batch_size=64, lr=0.001, clip=0.1),
+        "zhang": Setting(batch_size=64, lr=0.0004, clip=0.1),
         "mini-sets": Setting(batch_size=2048, lr=0.25, clip=0.3),
+        "gbc-4": Setting(batch_size=2048, lr=0.45, clip=0.3),
         "gbc-16": Setting(batch_size=2048, lr=0.17, clip=0.3),
     },
 )
