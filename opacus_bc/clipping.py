@@ -152,10 +152,13 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     """
     results: list[Tensor] = []
     for tensor in tensors:
+        dtype = accumulation_dtype(tensor.dtype)
+        if tensor.numel() <= _NORM_ROW:
+            results.append(torch.linalg.vector_norm(tensor.detach(), dtype=dtype).double())
+            continue
         strides = tensor.stride()
         by_stride = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
         flat = tensor.detach().permute(by_stride).reshape(-1)  # a view of every dense memory format
-        dtype = accumulation_dtype(tensor.dtype)
         whole = flat.numel() // _NORM_ROW * _NORM_ROW
         norm = torch.linalg.vector_norm(flat[whole:], dtype=dtype).double()
         if whole:

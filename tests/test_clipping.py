@@ -119,6 +119,10 @@ def test_norms_are_accurate_to_two_millionths_in_every_memory_format():
         image.transpose(0, 2),
         image[:, ::2],
         torch.full((1_000_003,), 0.1),
+        torch.rand(2048, generator=generator),
+        torch.rand(2049, generator=generator),
+        image[0, ::2, 1::2, 3].t(),
+        torch.full((2048,), 60_000.0, dtype=torch.float16),  # the squares overflow in float16
         torch.tensor(-3.0),
         torch.empty(0),
     ]
