@@ -150,8 +150,8 @@ def _run_facts(run: Run) -> RunFacts:
             text += "; it also follows these statistics into the layer directly before"
     return RunFacts(
         mechanism=(
-            f"batch clipping of {_counted(mini_sets, 'mini-set')} of "
-            f"{_counted(run.mini_set_size, 'sample')} a step"
+            f"batch clipping of {counted(mini_sets, 'mini-set')} of "
+            f"{counted(run.mini_set_size, 'sample')} a step"
             if batch
             else f"individual clipping ({run.clipping!r})"
         ),
@@ -210,7 +210,7 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
     sections = [("Guarantee", verdict(facts))]
     for i, run in enumerate(facts.runs):
         number = f" {i + 1}" if len(facts.runs) > 1 else ""
-        groups = _counted(run.groups, "clip group")
+        groups = counted(run.groups, "clip group")
         sections += [
             (f"Mechanism{number}", f"{run.mechanism}, Gaussian noise, {groups}"),
             (
@@ -225,14 +225,14 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
             (f"BatchNorm{number}", run.batch_norm),
             (f"Public data{number}", _public_text(run.public_data)),
         ]
-    accounted = _counted(facts.steps, "step")
+    accounted = counted(facts.steps, "step")
     if facts.step_noise is not None:
         low, high = facts.step_noise
         accounted += f" with sigma_eff {low:g}" + (f" to {high:g}" if high > low else "")
     if facts.releases:
         sigmas = ", ".join(f"{sigma:g}" for sigma in facts.releases)
         accounted += (
-            f" and {_counted(len(facts.releases), 'release')} of running statistics (sigma_eff {sigmas})"
+            f" and {counted(len(facts.releases), 'release')} of running statistics (sigma_eff {sigmas})"
         )
     sections += [
         ("Accounted", f"{accounted}, accountant {facts.accountant!r}"),
@@ -247,10 +247,10 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
 _INSECURE = "ordinary pseudo-random generator (not cryptographic): whoever knows or guesses the seed voids it"
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     """A number and its noun.
 
-    >>> _counted(1, "step"), _counted(0, "step")
+    >>> counted(1, "step"), counted(0, "step")
     ('1 step', '0 steps')
     """
     return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -107,6 +108,19 @@ def test_a_second_run_trains_and_measures_nothing(finished: Path, monkeypatch: p
     assert cli.main([*QUICK, "--out", str(finished)]) == 0
     assert time.monotonic() - start < 100
     assert {path: path.read_bytes() for path in finished.rglob("*.json")} == before
+
+
+def test_the_command_that_a_report_names_makes_it_again(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = json.loads((finished / "compare.json").read_text())
+    text = before["facts"]["command"]
+    assert f"`{text}`" in (finished / "report.md").read_text()
+    monkeypatch.setattr(command, "train", lambda *_, **__: pytest.fail("trained anew"))
+    program, *arguments = shlex.split(text)
+    assert program == "opacus-bc"
+    assert cli.main([*arguments, "--out", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == before
 
 
 def test_plain_sgd_costs_as_much_as_plain_sgd(finished: Path) -> None:

@@ -129,6 +129,7 @@ def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
     measured = _measure(plan, table, results) if costs else {}
     return report.Comparison(
         facts={
+            "command": plan.command(tune=tune),
             "dataset": Path(plan.source.dataset).name,
             "model": plan.model,
             "private_size": len(found.private),

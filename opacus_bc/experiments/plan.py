@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +70,15 @@ class Plan:
             clip=setting.clip,
             seed=seed,
         )
+
+    def command(self, *, tune: bool) -> str:
+        """What makes the same report again, wherever the data are."""
+        words = ["opacus-bc", "compare", "--dataset", Path(self.source.dataset).name, "--model", self.model]
+        words += ["--epsilon", *(f"{budget:g}" for budget in self.budgets), "--delta", f"{self.delta:g}"]
+        words += ["--seeds", str(self.seeds), "--epochs", str(self.epochs)]
+        if self.methods != tuple(select(())):
+            words += ["--methods", *(method.name for method in self.methods)]
+        return shlex.join([*words, "--tune"] if tune else words)
 
     def rows(self) -> list[tuple[Method, float | None]]:
         """Every line of the table: a method without privacy once, the others for each budget."""

@@ -15,6 +15,7 @@ from typing import Any
 from opacus_bc.experiments import plots
 from opacus_bc.experiments.store import write_atomically, write_json
 from opacus_bc.experiments.summary import Row, recommend
+from opacus_bc.statement import counted
 
 HEAD = (
     "method", "accuracy", "certified ε", "adjacency", "σ", "σ_eff", "L", "2s", "time", "memory",
@@ -55,7 +56,7 @@ class Comparison:
         f = self.facts
         return (
             f"{f['model']} on {f['dataset']}: {f['private_size']} private, {f['public_size']} public and "
-            f"{f['test_size']} test images, {f['epochs']} epochs, {f['seeds']} seed(s)"
+            f"{f['test_size']} test images, {counted(f['epochs'], 'epoch')}, {counted(f['seeds'], 'seed')}"
         )
 
     @property
@@ -111,7 +112,8 @@ def print_table(comparison: Comparison, console: Any) -> None:
 
 def markdown(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
     """The report as Markdown, with links to the pictures beside it."""
-    lines = [f"# {comparison.title}", "", *_spaced(comparison.recommendation)]
+    lines = [f"# {comparison.title}", "", f"`{comparison.facts['command']}`", ""]
+    lines += _spaced(comparison.recommendation)
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in comparison.rows]
     lines += ["", LEGEND, ""]
