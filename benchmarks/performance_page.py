@@ -60,7 +60,7 @@ def _networks(part: Mapping[str, Any]) -> str:
     for (network, method), (limit, relative) in TARGETS.items():
         ratio = found[network, method]["time"] / found[network, relative]["time"]
         verdict = "met" if ratio <= limit else "**missed**"
-        checks.append([f"{method}, {network}", f"{limit:g} × {relative}", f"{ratio:.2f}", verdict])
+        checks.append([f"{method}, {network}", f"{limit:g} × {relative}", f"{ratio:.3f}", verdict])
     return "\n\n".join(
         [
             "## A step, by network",

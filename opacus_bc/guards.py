@@ -6,12 +6,15 @@ from collections.abc import Sequence, Sized
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from opacus_bc._opacus import AdaClipDPOptimizer, DPOptimizer
 from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.clipping import check_positive
+from opacus_bc.sampling import check_sampler
+
+HALF = (torch.float16, torch.bfloat16)
 
 COPIES = (
     "a private optimizer or engine cannot be copied or pickled: a copy would repeat its noise. Save its "
@@ -19,15 +22,29 @@ COPIES = (
 )
 
 
-def check_individual(max_grad_norm: object, data_loader: DataLoader[Any], *, clipping: str) -> None:
+def check_individual(
+    module: nn.Module, max_grad_norm: object, data_loader: DataLoader[Any], *, clipping: str, blocks: bool
+) -> None:
     """Refuse what Opacus's own modes would take without a word, or fail on much later.
+
+    Poisson sampling replaces the loader's own sampler, also one that leaves samples out on purpose. Opacus
+    computes norms in the gradients' own precision: those of half-precision parameters are off by up to a
+    per cent, and so is the clip bound. ``blocks`` says that we clip instead (``alc=``), in float32.
 
     Raises:
         ValueError: Names the argument and says what would be right.
     """
     dataset = data_loader.dataset
-    if isinstance(dataset, Sized) and len(dataset) == 0:
-        raise ValueError("the data set has 0 samples, at least 1 is needed")
+    if isinstance(dataset, Sized):
+        if len(dataset) == 0:
+            raise ValueError("the data set has 0 samples, at least 1 is needed")
+        check_sampler(data_loader.sampler, len(dataset), also=(DistributedSampler,))
+    half = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype in HALF]
+    if half and not blocks:
+        raise ValueError(
+            f"{half[0]} is in half precision, in which Opacus computes norms that let a clipped gradient out "
+            f"of its ball: keep parameters in float32 (autocast may stay), or use clipping='batch'"
+        )
     if clipping != "per_layer":
         check_positive("max_grad_norm", max_grad_norm)
         return
@@ -101,6 +118,7 @@ def drop_non_finite_samples(optimizer: DPOptimizer, wrapper: Any) -> None:
     def checked() -> None:
         params = optimizer.params
         check_nothing_waits(params)
+        _raise_precision(params)
         before = [None if p.summed_grad is None else p.summed_grad.clone() for p in params]
         if always:
             _zero_samples(params)
@@ -115,6 +133,15 @@ def drop_non_finite_samples(optimizer: DPOptimizer, wrapper: Any) -> None:
         clip()
 
     optimizer.clip_and_accumulate = checked
+
+
+def _raise_precision(params: Sequence[Any]) -> None:
+    """Give gradients that autocast left in half precision to Opacus in float32, in which it takes norms."""
+    for p in params:
+        held = getattr(p, "grad_sample", None)
+        if any(chunk.dtype in HALF for chunk in _chunks(held)):
+            wide = [chunk if hasattr(chunk, "_processed") else chunk.float() for chunk in _chunks(held)]
+            p.grad_sample = wide if isinstance(held, list) else wide[0]
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -195,6 +222,13 @@ def _guard_ghost(optimizer: DPOptimizer, wrapper: Any) -> None:
             raise RuntimeError(
                 "per-sample norms of this batch are missing: a layer ran forward more than once for one "
                 "backward, or an earlier backward was interrupted. Nothing was released; take a new batch"
+            )
+        if any(p._norm_sample.dtype in HALF for p in wrapper.trainable_parameters):
+            forget()
+            wrapper.enable_hooks()
+            raise RuntimeError(
+                "ghost clipping under autocast: its norms are in half precision and off by up to a per cent, "
+                "and so would be the clip bound. Use float32, grad_sample_mode='hooks' or clipping='batch'"
             )
         found = coefficients()
         forget()

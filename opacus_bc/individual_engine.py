@@ -67,7 +67,7 @@ class IndividualEngine(ReleaseEngine):
                 "noise from torch generators, none of which is cryptographic"
             )
         self._check_accountant(sampling)
-        check_individual(max_grad_norm, data_loader, clipping=clipping)
+        check_individual(module, max_grad_norm, data_loader, clipping=clipping, blocks=alc is not None)
         if clipping == "adaptive":
             check_adaptive(self.accountant.mechanism(), sampling)
         policy = bn.make_policy(

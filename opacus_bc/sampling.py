@@ -211,7 +211,21 @@ def check_loader(data_loader: DataLoader[Any]) -> int:
             "data_loader must make its batches from batch_size: got "
             f"batch_sampler={type(data_loader.batch_sampler).__name__}, whose draws cannot be accounted"
         )
-    sampler = data_loader.sampler
+    check_sampler(data_loader.sampler, size)
+    if len(data_loader) == 0:
+        raise ValueError(
+            f"data_loader is empty: batch_size={data_loader.batch_size} with drop_last=True and "
+            f"{size} samples"
+        )
+    return size
+
+
+def check_sampler(sampler: object, size: int, *, also: tuple[type, ...] = ()) -> None:
+    """Refuse a sampler that weighs samples or leaves some out: what is drawn instead of it would not.
+
+    Raises:
+        ValueError: It is neither a plain shuffle, nor sequential, nor of a type in ``also``.
+    """
     if type(sampler) is RandomSampler:
         if sampler.replacement or sampler.num_samples != size:
             raise ValueError(
@@ -219,17 +233,11 @@ def check_loader(data_loader: DataLoader[Any]) -> int:
                 f"{sampler.replacement}, num_samples={sampler.num_samples}): only a plain shuffle of all "
                 f"{size} samples can be accounted (shuffle=True)"
             )
-    elif type(sampler) is not SequentialSampler:
+    elif type(sampler) not in (SequentialSampler, *also):
         raise ValueError(
             f"data_loader draws with {type(sampler).__name__}, which no accountant here describes: use "
             "shuffle=True, and torch.utils.data.Subset to leave samples out"
         )
-    if len(data_loader) == 0:
-        raise ValueError(
-            f"data_loader is empty: batch_size={data_loader.batch_size} with drop_last=True and "
-            f"{size} samples"
-        )
-    return size
 
 
 def make_plan(

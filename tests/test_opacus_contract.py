@@ -316,7 +316,9 @@ def test_adaptive_clipping_has_no_certified_epsilon_under_poisson_sampling():
     individual(clipping="adaptive", poisson_sampling=False, **ADAPTIVE)
 
 
-def test_samplers_that_cannot_be_accounted_are_refused_for_a_shuffled_loader():
+@pytest.mark.parametrize("poisson", [False, True])
+def test_samplers_that_cannot_be_accounted_are_refused(poisson):
+    """Under Poisson sampling Opacus would draw from everything, also from what a sampler leaves out."""
     model = mlp()
     with pytest.raises(ValueError, match="WeightedRandomSampler"):
         engine(accountant="fdp").make_private(
@@ -325,7 +327,7 @@ def test_samplers_that_cannot_be_accounted_are_refused_for_a_shuffled_loader():
             data_loader=DataLoader(DATA, batch_size=12, sampler=WeightedRandomSampler([1.0] * 60, 60)),
             noise_multiplier=2.0,
             max_grad_norm=1.0,
-            poisson_sampling=False,
+            poisson_sampling=poisson,
         )
 
 

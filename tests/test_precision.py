@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from opacus_bc import BatchClippingOptimizer
+from opacus_bc import ALC, BatchClippingOptimizer
 
 DRAW = [[0, 3, 5, 7, 11, 13]]
 
@@ -51,6 +51,64 @@ def test_float16_with_a_constant_scale_gives_the_update_of_float32(clip_bound: f
     exact = update(mlp(seed=3), blobs(), clip_bound=clip_bound)
     scaled = update(mlp(seed=3), blobs(), clip_bound=clip_bound, scale=1024.0, dtype=torch.float16)
     assert 0 < (exact - scaled).norm() < 0.01 * exact.norm()
+
+
+def individual(model: nn.Module, data: TensorDataset, **kwargs: Any) -> tuple[Any, ...]:
+    return engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data, batch_size=len(data)),  # q = 1: everybody is drawn
+        noise_multiplier=0.0,
+        max_grad_norm=0.1,
+        loss_reduction="sum",
+        **kwargs,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0", "ignore:Full backward hook")
+@pytest.mark.parametrize("alc", [False, True])
+def test_individual_clipping_takes_norms_in_float32_under_autocast(alc: bool) -> None:
+    """Norms in bfloat16 are off by up to 0.4 %; a sum over one sample shows whether it left the ball."""
+    public = {"alc": ALC(DataLoader(blobs(32, seed=9), batch_size=16), layers=1)} if alc else {}
+    longest = 0.0
+    for seed in range(12):
+        data = TensorDataset(*(t[:1] for t in blobs(seed=seed).tensors))
+        model, optimizer, loader = individual(mlp(seed=seed), data, **public)
+        before = weights(model)
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+            loss.backward()
+            assert {p.grad_sample.dtype for p in model.parameters()} != {torch.float32}, "nothing to show"
+            optimizer.step()
+        longest = max(longest, float((before - weights(model)).double().norm()))
+    assert 0.0999 < longest <= 0.1 * (1 + 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0", "ignore:Full backward hook")
+def test_ghost_clipping_under_autocast_is_refused() -> None:
+    model, optimizer, criterion, loader = individual(
+        mlp(), blobs(), grad_sample_mode="ghost", criterion=nn.CrossEntropyLoss(reduction="sum")
+    )
+    before = weights(model)
+    x, y = next(iter(loader))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = criterion(model(x), y)
+    with pytest.raises(RuntimeError, match="half precision"):
+        loss.backward()
+    assert torch.equal(before, weights(model))
+    optimizer.zero_grad()
+    x, y = next(iter(loader))
+    criterion(model(x), y).backward()  # float32 goes on
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_half_precision_are_refused_where_opacus_clips(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="keep parameters in float32"):
+        individual(mlp().to(dtype), blobs())
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), True])
