@@ -512,6 +512,7 @@ def pairs(one: nn.Module, two: nn.Module) -> Any:
     return zip(one.parameters(), two.parameters(), strict=True)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # on one core
 @pytest.mark.parametrize("mode", ["GBC", "IC", "BC partition"])
 def test_forked_workers_deliver_the_draws_of_the_main_process_once(mode: str) -> None:
     results = []

@@ -488,6 +488,7 @@ def test_a_users_step_hook_does_not_replace_the_accounting():
     assert booked.steps == counter.steps == len(DRAWS)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # on one core
 @pytest.mark.parametrize(
     "workers",
     [{}, {"num_workers": 2}, {"num_workers": 2, "prefetch_factor": 8}],
