@@ -229,24 +229,28 @@ def spoiled() -> dict[str, Any]:
     }
 
 
-def individual() -> dict[str, Any]:
-    """Individual clipping keeps Opacus's own wrapper, optimizer and sampler."""
-    model = DPDDP(network())
+def individual(*, norm: bool = False) -> dict[str, Any]:
+    """Individual clipping keeps Opacus's wrapper, optimizer and sampler; BatchNorm has public statistics."""
+    model = DPDDP(network(norm=norm))
     torch.manual_seed(1 + dist.get_rank())
     ours = engine()
+    public = TensorDataset(blobs(40, seed=3).tensors[0].double())
+    policy = {"batch_norm": DataLoader(public, batch_size=20, shuffle=True)} if norm else {}
     model, optimizer, loader = ours.make_private(
         module=model,
         optimizer=optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(blobs(120, seed=2), batch_size=12),
         noise_multiplier=1.0,
         max_grad_norm=0.5,
+        **policy,
     )
     for x, y in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x.double()), y).backward()
         optimizer.step()
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"weights": weights, "epsilon": ours.get_epsilon(1e-5), "steps": len(ours.accountant)}
+    epsilon, steps = ours.get_epsilon(1e-5), len(ours.accountant)
+    released = ours.finalize(model).state_dict()
+    return {"weights": released, "epsilon": epsilon, "steps": steps}
 
 
 def _message(call: Callable[[], Any]) -> str:
@@ -365,7 +369,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "own_streams": own_streams,
     "bad_data": bad_data,
     "spoiled": spoiled,
-    "individual": individual,
+    "individual": lambda: [individual(), individual(norm=True)],
     "refusals": refusals,
     "evaluated_alone": evaluated_alone,
     "resumed_exactly": resumed_exactly,

@@ -131,9 +131,12 @@ def test_what_placeholders_compute_does_not_matter(ranks: Any) -> None:
             assert torch.equal(found["weights"], rank["compare"][name]["weights"])
 
 
-def test_individual_clipping_keeps_opacus_own_data_parallel(ranks: Any) -> None:
-    first, second = (rank["individual"] for rank in ranks)
-    assert torch.equal(first["weights"], second["weights"])
+@pytest.mark.parametrize("norm", [0, 1], ids=["no BatchNorm", "public BatchNorm"])
+def test_individual_clipping_keeps_opacus_own_data_parallel(norm: int, ranks: Any) -> None:
+    first, second = (rank["individual"][norm] for rank in ranks)
+    assert any("running_var" in name for name in first["weights"]) == bool(norm)
+    for name, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][name]), name
     assert (first["epsilon"], first["steps"]) == (second["epsilon"], second["steps"])
     assert first["steps"] == 10
 
