@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -70,3 +71,34 @@ def test_the_version_stands_in_one_place() -> None:
 
 def test_types_are_visible_to_users() -> None:
     assert (Path(opacus_bc.__file__).parent / "py.typed").is_file()
+
+
+README_ROWS = {
+    "IC, stock Opacus": ("opacus", "Opacus, hooks"),
+    "IC + public BatchNorm": ("ic", "IC + public BatchNorm, hooks"),
+    "GBC, s = 8": ("gbc-8", "GBC s=8"),
+    "BC": ("bc", "BC"),
+    "BC + ALC by scaling": ("bc-scale", None),
+    "BC + ALC, L groups": ("bc-alc", None),
+}
+
+
+@pytest.mark.parametrize("mode", README_ROWS)
+def test_the_readme_shows_the_numbers_of_the_committed_results(mode: str) -> None:
+    method, timed = README_ROWS[mode]
+    results = ROOT / "benchmarks" / "results"
+    compared = json.loads((results / "compare" / "mnist" / "compare.json").read_text())["rows"]
+    accuracies = {
+        row["budget"]: f"{row['mean']:.1f} ± {row['spread']:.1f} %"
+        for row in compared
+        if row["name"] == method
+    }
+    cost = "BC's, estimates ≤ 5 %"
+    if timed is not None:
+        networks = json.loads((results / "performance.json").read_text())["networks"]["rows"]
+        (step,) = [row for row in networks if (row["network"], row["method"]) == ("resnet18", timed)]
+        cost = f"{step['time']:.2f} ×, {step['memory']:.2f} ×"
+    line = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {mode} |")
+    )
+    assert line.endswith(f"| {cost} | {accuracies[1.57]} | {accuracies[8.0]} |")
