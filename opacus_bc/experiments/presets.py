@@ -54,8 +54,8 @@ _DIGITS = Preset(
     settings={
         "plain": Setting(batch_size=32, lr=0.05),
         "individual": Setting(batch_size=256, lr=0.7, clip=1.0),
-        "batch": Setting(batch_size=32, lr=0.007, clip=0.1),
-        "zhang": Setting(batch_size=32, lr=0.0015, clip=1.0),
+        "batch": Setting(batch_size=32, lr=0.003, clip=0.1),
+        "zhang": Setting(batch_size=32, lr=0.0007, clip=0.1),
         "mini-sets": Setting(batch_size=672, lr=0.8, clip=0.1),
         "gbc-16": Setting(batch_size=672, lr=0.5, clip=0.1),
         "gbc-16-scale": Setting(batch_size=672, lr=0.5, clip=0.1),
