@@ -359,6 +359,20 @@ def test_the_pages_numbers_are_those_of_the_committed_results() -> None:
     )
 
 
+def test_a_figure_shows_what_was_run_and_names_what_was_not() -> None:
+    kept = collect(result_of(SPECS["fig12b"], "σ = 2.5", "paper", [50.0] * 50))
+    text = tables.spec_table(SPECS["fig12b"], kept)
+    assert text.count("| σ = ") == 1
+    assert "σ = 1.5: ≈ 67 (paper, sound)" in text
+    assert "σ = 2.5: 50.38 (sound)" in text
+    nothing = tables.spec_table(SPECS["fig2"], {})
+    assert "|" not in nothing
+    assert "m = 64: 88.31 at epoch 20; m = 64: 90.24 at epoch 50." in nothing
+    assert "curves only" in tables.spec_table(SPECS["fig14"], {})
+    every = {v: result_of(SPECS["fig7"], "C = 0.1", v, [40.0] * 50) for v in ("paper", "sound")}
+    assert "Not run" not in tables.spec_table(SPECS["fig7"], collect(*every.values()))
+
+
 def test_the_page_changes_with_the_results_and_only_between_its_markers(tmp_path: Path) -> None:
     text = "before <!-- table fig11 -->old<!-- end --> after"
     spec = SPECS["fig11"]

@@ -146,6 +146,7 @@ def _print(specs: Sequence[Spec], sheets: Sequence[Sheet], results: Results) -> 
         console.print(_table(title, tables.HEAD, [tables.cells(row) for row in tables.shown(rows)]))
         for claim, words in tables.claims_of(spec, rows):
             console.print(f"  {claim.words}: {words}")
+        console.print("  " + tables.left_out(rows), style="dim")
     if specs:
         console.print(LEGEND, style="dim")
     for sheet in sheets:

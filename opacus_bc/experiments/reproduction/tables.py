@@ -77,16 +77,30 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def shown(rows: Iterable[Row]) -> list[Row]:
-    """Rows that were run, and those of the default variants whose number the paper prints."""
-    return [row for row in rows if row.ours is not None or (row.paper and row.variant in DEFAULT)]
+    """Rows that were run."""
+    return [row for row in rows if row.ours is not None]
+
+
+def left_out(rows: Iterable[Row]) -> str:
+    """Printed numbers of the default variants that were not run, as a sentence; empty if there are none."""
+    variants: dict[str, list[str]] = {}
+    for row in rows:
+        if row.ours is None and row.paper and row.variant in DEFAULT:
+            epoch = f" at epoch {row.paper.epoch}" if len(row.run.paper) > 1 else ""
+            name = f"{row.run.label}: {published(row.paper)}{epoch}"
+            variants.setdefault(name, []).append("" if row.run.mode == "none" else row.variant)
+    words = [f"{name} ({', '.join(which)})" if any(which) else name for name, which in variants.items()]
+    return f"Not run, with the paper's number: {'; '.join(words)}." if words else ""
 
 
 def spec_table(spec: Spec, results: Results) -> str:
-    """A figure's table and claims in Markdown."""
+    """A figure's table and claims in Markdown, and what is missing."""
     rows = rows_of(spec, results)
-    lines = [markdown(HEAD, map(cells, shown(rows)))]
-    lines += [f"\n- {claim.words}: {words}." for claim, words in claims_of(spec, rows)]
-    return "\n".join(lines)
+    run = shown(rows)
+    parts = [markdown(HEAD, map(cells, run))] if run else []
+    parts += [f"- {claim.words}: {words}." for claim, words in claims_of(spec, rows)]
+    missing = left_out(rows) or ("" if run else "Not run; the paper shows curves only.")
+    return "\n\n".join([*parts, missing] if missing else parts)
 
 
 def claims_of(spec: Spec, rows: Sequence[Row]) -> list[tuple[Any, str]]:
