@@ -16,6 +16,7 @@ from opacus_bc.distributed import LateWrapping
 from opacus_bc.guards import check_individual, refuse_evaluation_mode
 from opacus_bc.individual import IndividualClippingOptimizer
 from opacus_bc.noise import TorchNoise
+from opacus_bc.output_hooks import hook_outputs
 from opacus_bc.release_engine import ReleaseEngine, is_distributed
 from opacus_bc.run import Run
 from opacus_bc.sampling import Sampling
@@ -124,6 +125,7 @@ class IndividualEngine(ReleaseEngine):
                 attached=() if is_distributed(module) else (LateWrapping(module),),
             )
         )
+        hook_outputs(result[0])
         refuse_evaluation_mode(result[0])
         guard_per_layer_bounds(private_optimizer)
         guard_frozen_parameters(private_optimizer)

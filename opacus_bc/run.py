@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +63,7 @@ class Run:
             warnings.warn(
                 f"step {self.steps} is beyond the {self.planned_steps} that noise_multiplier was calibrated "
                 "for: epsilon is reported truly and grows above target_epsilon",
-                stacklevel=2,
+                stacklevel=_users_level(),
             )
 
     @cached_property
@@ -76,3 +77,15 @@ class Run:
     def steps_per_epoch(self) -> int:
         """Optimizer steps in a pass; one over the sample rate."""
         return len(self.data_loader)
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` of the user's line: a step reaches us through hooks and wrappers of any depth."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "opacus_bc",
+        "opacus",
+        "torch",
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
