@@ -241,8 +241,16 @@ def test_automatic_delta_is_below_one_over_n() -> None:
         assert 0.0999 / size <= automatic_delta(size) < 1 / size
 
 
+@pytest.mark.parametrize(
+    ("model", "methods"),
+    [("own_network:tiny", ("ic", "gbc-8")), ("torchvision.models:resnet18", ("opacus", "ic"))],
+)
 def test_a_users_own_folder_and_factory_are_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    methods: tuple[str, ...],
 ) -> None:
     from PIL import Image
 
@@ -262,17 +270,7 @@ def test_a_users_own_folder_and_factory_are_accepted(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
-    arguments = [
-        "--dataset",
-        "pets",
-        "--model",
-        "own_network:tiny",
-        "--methods",
-        "ic",
-        "gbc-8",
-        "--seeds",
-        "1",
-    ]
+    arguments = ["--dataset", "pets", "--model", model, "--methods", *methods, "--seeds", "1"]
     assert cli.main(["compare", *arguments, "--epochs", "1", "--jobs", "1", "--no-costs", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["facts"]["dataset"] == "pets"

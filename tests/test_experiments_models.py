@@ -97,8 +97,13 @@ def test_own_factories_are_called_and_their_batch_norm_replaced(norm, kind):
     for factory in (own_model, f"{__name__}:own_model"):
         model = build(factory, norm=norm, in_channels=1, num_classes=4)
         assert isinstance(model[1], kind)
-        assert model[2].inplace is False
         assert model(torch.randn(2, 1, 8, 8)).shape == (2, 4)
+
+
+def test_torchvisions_factories_get_the_number_of_classes():
+    model = build("torchvision.models:resnet18", norm="group", in_channels=3, num_classes=4)
+    assert model.fc.out_features == 4
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
 
 
 def test_a_lone_batch_norm_layer_is_replaced_too():

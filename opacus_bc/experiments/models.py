@@ -258,13 +258,14 @@ def build(
 
     Args:
         model: A name of `MODELS`, ``"package.module:factory"``, or the factory itself. A factory is called
-            with those of ``norm``, ``in_channels`` and ``num_classes`` that its signature names.
+            with those of ``norm``, ``in_channels`` and ``num_classes`` that its signature names; one that
+            ends in ``**kwargs``, as torchvision's do, gets ``num_classes`` too.
         norm: Where the factory does not take it, BatchNorm layers are replaced in the model it returns.
         in_channels: Channels of the images; None leaves it to the factory.
         num_classes: Number of classes; None leaves it to the factory.
 
     Returns:
-        The model, with every ``inplace`` switch of its modules off.
+        The model.
 
     Raises:
         ValueError: The name is unknown, cannot be imported, or the factory does not return a module.
@@ -280,14 +281,12 @@ def build(
         named = inspect.signature(factory).parameters
     except ValueError:  # some callables written in C have no signature
         named = MappingProxyType({})
-    built = factory(**{key: value for key, value in wanted.items() if key in named and value is not None})
+    names = {*named, *(["num_classes"] if any(p.kind is p.VAR_KEYWORD for p in named.values()) else [])}
+    built = factory(**{key: value for key, value in wanted.items() if key in names and value is not None})
     if not isinstance(built, nn.Module):
         raise ValueError(
             f"model {model!r}: the factory returned a {type(built).__name__}, not a torch module"
         )
     if "norm" not in named:
         built = replace_batch_norm(built, norm)
-    for module in built.modules():
-        if getattr(module, "inplace", False) is True:
-            setattr(module, "inplace", False)  # noqa: B010 (Module declares no such attribute)
     return built
