@@ -8,6 +8,7 @@ from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleHooks, register_grad_sampler
 from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
+from opacus.layers.dp_rnn import DPRNNBase
 from opacus.optimizers import (
     AdaClipDPOptimizer,
     DPOptimizer,
@@ -26,6 +27,7 @@ __all__ = [
     "AdaClipDPOptimizer",
     "DPOptimizer",
     "DPPerLayerOptimizer",
+    "DPRNNBase",
     "GradSampleHooks",
     "IAccountant",
     "SimpleDistributedPerLayerOptimizer",

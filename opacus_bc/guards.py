@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from opacus_bc._opacus import AdaClipDPOptimizer, DPOptimizer
+from opacus_bc.backward_guards import forget_norms
 from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.clipping import check_positive
 from opacus_bc.sampling import check_sampler
@@ -55,27 +57,6 @@ def check_individual(
         )
     for place, bound in enumerate(max_grad_norm):
         check_positive(f"max_grad_norm[{place}]", bound)
-
-
-def refuse_evaluation_mode(wrapper: Any) -> None:
-    """Say so when a backward pass goes through a layer in evaluation mode, where Opacus records nothing."""
-    if hasattr(wrapper, "rearrange_grad_samples"):  # ExpandedWeights and functorch have no such hooks
-        wrapper.rearrange_grad_samples = _InTraining(wrapper.rearrange_grad_samples)
-
-
-class _InTraining:
-    """Opacus's ``rearrange_grad_samples`` for layers in training mode. A class, since models pickle."""
-
-    def __init__(self, rearrange: Any) -> None:
-        self._rearrange = rearrange
-
-    def __call__(self, *, module: Any, **kwargs: Any) -> Any:
-        if not module.training:
-            raise RuntimeError(
-                f"a {type(module).__name__} is in evaluation mode, where Opacus makes no per-sample "
-                "gradients: call model.train() before the forward pass"
-            )
-        return self._rearrange(module=module, **kwargs)
 
 
 def refuse_copies(optimizer: DPOptimizer) -> None:
@@ -210,9 +191,7 @@ def _guard_ghost(optimizer: DPOptimizer, wrapper: Any) -> None:
     )
     clipped = False
 
-    def forget() -> None:
-        for p in wrapper.trainable_parameters:
-            p.__dict__.pop("_norm_sample", None)
+    forget = partial(forget_norms, wrapper)
 
     def used_once() -> Any:
         nonlocal clipped

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 from opacus_bc import batch_norm as bn
 from opacus_bc._opacus import DPOptimizer
 from opacus_bc.alc import ALC
+from opacus_bc.backward_guards import SortedSequences, guard_backward
 from opacus_bc.clip_rules import sample_rule
 from opacus_bc.distributed import LateWrapping
-from opacus_bc.guards import check_individual, refuse_evaluation_mode
+from opacus_bc.guards import check_individual
 from opacus_bc.individual import IndividualClippingOptimizer
 from opacus_bc.noise import TorchNoise
 from opacus_bc.output_hooks import hook_outputs
@@ -122,11 +123,14 @@ class IndividualEngine(ReleaseEngine):
                 sampling=sampling,
                 clipping=clipping,
                 alc_loader=None if alc is None else alc.public_loader,
-                attached=() if is_distributed(module) else (LateWrapping(module),),
+                attached=(
+                    SortedSequences(module),
+                    *(() if is_distributed(module) else (LateWrapping(module),)),
+                ),
             )
         )
         hook_outputs(result[0])
-        refuse_evaluation_mode(result[0])
+        guard_backward(result[0])
         guard_per_layer_bounds(private_optimizer)
         guard_frozen_parameters(private_optimizer)
         guard_grad_scaler(private_optimizer)

@@ -2,8 +2,7 @@
 
 torch's full backward hooks hand a layer's output on as a view that refuses in-place operations. A model with
 ``ReLU(inplace=True)`` or ``out += identity`` behind a layer (torchvision's ResNets have both) then fails in
-its first private forward. A hook on the output tensor itself sees the same gradient, the one with respect to
-the values that the layer computed, whatever is written over them later.
+its first private forward. Here the same hook sits on the autograd node that made the output.
 """
 
 from __future__ import annotations
@@ -11,28 +10,34 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+_ONE_TENSOR = ("torch.nn.", "opacus.", "opacus_bc.")  # whose layers with a grad sampler return one tensor
 
 
 def hook_outputs(wrapper: Any) -> None:
-    """Move Opacus's backward hooks to the outputs of the layers.
+    """Move Opacus's backward hooks to the autograd nodes of the layers' outputs.
 
-    **Formal guarantee**: none of its own. Per-sample gradients are what they were; a layer whose hook does
-    not fire has none, and Opacus's optimizer refuses to step.
+    **Formal guarantee**: the hook gets the gradient that the backward pass itself sends into the layer: with
+    respect to the values that the layer's own forward returned, after tensor hooks on them, whatever is
+    written over them and whatever later forward hooks make of them. So the norms that clip are those of the
+    gradient that is released (ghost clipping), and per-sample gradients are autograd's.
 
-    **Edge cases**: wrappers without such hooks (ExpandedWeights) and layers that functorch differentiates,
-    whose output may be more than one tensor, stay as they are.
+    **Edge cases**: wrappers without such hooks (ExpandedWeights), layers that functorch differentiates and
+    layers of other packages keep torch's full hooks: their output may be more than one tensor. A layer whose
+    hook does not fire has no per-sample gradient, and Opacus's optimizer refuses to step.
     """
     handles = getattr(wrapper, "autograd_grad_sample_hooks", None)
     if handles is None:
         return
     for layer in wrapper.iterate_submodules(wrapper._module):
-        if type(layer) not in wrapper.GRAD_SAMPLERS:
+        if type(layer) not in wrapper.GRAD_SAMPLERS or not type(layer).__module__.startswith(_ONE_TENSOR):
             continue
         for key, hook in list(layer._backward_hooks.items()):
             if _is_opacus(hook, wrapper):
                 del layer._backward_hooks[key]
-                handles.append(layer.register_forward_hook(_OnOutput(hook)))
+                handles.append(layer.register_forward_hook(_OnOutput(hook), prepend=True))
 
 
 def _is_opacus(hook: Any, wrapper: Any) -> bool:
@@ -45,8 +50,14 @@ class _OnOutput:
     def __init__(self, hook: Any) -> None:
         self._hook = hook
 
-    def __call__(self, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(  # type: ignore[no-untyped-call]  # torch's has no types
-                lambda gradient: self._hook(layer, None, (gradient,))
-            )
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
+    def __call__(self, layer: nn.Module, _inputs: Any, output: Tensor) -> Tensor | None:
+        if not output.requires_grad or output.grad_fn is None:
+            return None
+        # Writing into a view replaces its node, and our hook would miss what comes through the new one.
+        fresh = output.clone() if output._is_view() else None
+        watched = output if fresh is None else fresh
+        node, place = watched.grad_fn, watched.output_nr
+        assert node is not None
+        node.register_hook(lambda _inputs, outputs: self._hook(layer, None, (outputs[place],)))
+        return fresh

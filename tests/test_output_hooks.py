@@ -9,9 +9,11 @@ import opacus
 import pytest
 import torch
 import torchvision
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from support import engine
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import PrivacyEngine
@@ -161,6 +163,190 @@ def test_hooked_models_can_be_copied_and_pickled_and_nothing_stays_after_removal
     wrapper.remove_hooks()
     layers = list(wrapper._module.modules())
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in layers)
+
+
+class TensorHook(nn.Module):
+    """A gradient is turned around and stretched on its way into a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h.register_hook(lambda gradient: -20 * gradient)
+        return self.last(h.tanh())
+
+
+class ForwardHook(nn.Module):
+    """A forward hook of the user's own stretches a layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.first.register_forward_hook(lambda _layer, _inputs, output: 20 * output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class View(nn.Module):
+    """InstanceNorm returns a view; it is read, and then written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.InstanceNorm1d(2, affine=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x.view(-1, 2, 3))
+        before = h * 1e-3
+        h.mul_(3.0)
+        return self.last((h + before).flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("kind", [TensorHook, ForwardHook, View])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_no_sample_moves_the_weights_further_than_its_bound_whatever_happens_behind_a_layer(kind, mode):
+    torch.manual_seed(0)
+    model = kind()
+    bound = 0.05
+    wrapper, optimizer, *rest = engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(*(t[:1] for t in DATA.tensors)), batch_size=1),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        grad_sample_mode=mode,
+        **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}),
+    )
+    before = [p.detach().clone() for p in wrapper.parameters()]
+    wrapper.disable_hooks()
+    x, y = (t[:1] for t in DATA.tensors)
+    true = torch.autograd.grad(F.cross_entropy(wrapper(x), y), list(wrapper.parameters()))
+    wrapper.enable_hooks()
+    norm = torch.cat([g.flatten() for g in true]).norm()
+    assert norm > 2 * bound
+    x, y = next(iter(rest[-1]))
+    optimizer.zero_grad()
+    (rest[0] if mode == "ghost" else F.cross_entropy)(wrapper(x), y).backward()
+    optimizer.step()
+    for p, old, gradient in zip(wrapper.parameters(), before, true, strict=True):
+        torch.testing.assert_close(old - p.detach(), gradient * (bound / norm), rtol=1e-3, atol=1e-6)
+
+
+class Pair(nn.Linear):
+    """A layer of the user's own, with two outputs and a grad sampler."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x
+
+
+@opacus.grad_sample.register_grad_sampler(Pair)
+def pair_gradients(layer: Pair, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
+    return {layer.weight: torch.einsum("ni,nj->nij", backprops, activations[0]), layer.bias: backprops}
+
+
+class UsesPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pair(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0", "ignore:Full backward hook is firing")
+def test_a_users_own_layer_with_two_outputs_keeps_opacus_hook():
+    model = UsesPair()
+    wrapper, _, _ = engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(DATA, batch_size=SIZE),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+    )
+    expected = one_by_one(wrapper)
+    F.cross_entropy(wrapper(DATA.tensors[0]), DATA.tensors[1]).backward()
+    for place, p in enumerate(wrapper.parameters()):
+        torch.testing.assert_close(p.grad_sample, torch.stack([sample[place] for sample in expected]))
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+def test_a_second_backward_pass_after_one_forward_pass_is_a_clear_error():
+    wrapper, _, loader = private(nn.LayerNorm)
+    x, y = next(iter(loader))
+    loss = F.cross_entropy(wrapper(x), y)
+    torch.autograd.grad(loss, wrapper._module.last.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass went through a Linear"):
+        loss.backward()
+
+
+class Recomputed(nn.Module):
+    """One layer inside and outside of a reentrant checkpoint: ghost clipping would keep one norm of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        inner = checkpoint(lambda z: self.norm(z) * 1e-3, x, use_reentrant=True)
+        return self.last(self.norm(inner + x) * 20)
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+def test_ghost_norms_are_not_written_twice_for_one_batch():
+    model = Recomputed()
+    wrapper, optimizer, criterion, loader = engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(DATA, batch_size=SIZE),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="ghost",
+        criterion=nn.CrossEntropyLoss(),
+    )
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="norms of a LayerNorm already"):
+        criterion(wrapper(x), y).backward()
+    assert not any(hasattr(p, "_norm_sample") for p in model.parameters())
+
+
+class Sequences(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.recurrent, self.last = kind(2, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = x[:, 0].abs().ceil().clamp(1, 3).long()
+        rows = x.view(-1, 3, 2)
+        packed = nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        return self.last(padded.sum(1))
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("kind", [DPRNN, DPGRU, DPLSTM])
+def test_packed_sequences_in_another_order_than_the_batch_are_refused(kind):
+    """Their rows would be clipped together with those of other samples, as one sample's length decides."""
+    model, maker = Sequences(kind), engine()
+    wrapper, _, _ = maker.make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(DATA, batch_size=SIZE),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+    )
+    x = DATA.tensors[0][:3].clone()
+    x[:, 0] = torch.tensor([3.0, 2.0, 1.0])
+    assert wrapper(x).shape == (3, 3)
+    x[:, 0] = torch.tensor([2.0, 3.0, 1.0])
+    with pytest.raises(ValueError, match=f"{kind.__name__} got sequences packed with enforce_sorted=False"):
+        wrapper(x)
+    maker.finalize(wrapper)
+    assert model(x).shape == (3, 3)
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
