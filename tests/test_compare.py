@@ -279,7 +279,7 @@ def test_a_users_own_folder_and_factory_are_accepted(
 
 
 def test_a_budget_is_shared_by_name_with_its_plot() -> None:
-    from opacus_bc.experiments.plots import spent
+    from opacus_bc.experiments.summary import spent
 
     history = ((1.2, 0.1, 40, "poisson"),)
     values = [spent(history, 1e-4, epoch, 4) for epoch in range(1, 5)]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from opacus_bc.experiments.summary import FACTOR, Row, recommend, separation
+from opacus_bc.accounting import FDPAccountant
+from opacus_bc.experiments.summary import FACTOR, Row, make_rows, recommend, separation
 
 
 def row(name: str, *accuracies: float, **changes: Any) -> Row:
@@ -104,6 +105,29 @@ def test_the_small_test_set_counts_in_the_error() -> None:
 
 @pytest.mark.parametrize("tuned", [True, False])
 def test_what_is_not_accounted_is_said(tuned: bool) -> None:
-    last = recommend([row("one", 90, 91)], tuned=tuned)[-1]
-    assert ("not accounted" in last) == tuned
-    assert "private data" in last or "same data" in last
+    *_, settings, meaning = recommend([row("one", 90, 91)], tuned=tuned)
+    assert ("not accounted" in settings) == tuned
+    assert ("no ε here accounts for" in settings) == (not tuned)
+    for words in (
+        "one run",
+        "seeded",
+        "counts as public and is not protected",
+        "not itself a private release",
+    ):
+        assert words in meaning
+
+
+def test_epsilon_is_that_of_todays_accountant_whatever_a_kept_run_says() -> None:
+    """A run that was kept before a correction of the accountant must not show the old value."""
+    history = [[1.2, 0.1, 40, "poisson"]]
+    method = {"name": "ic", "title": "IC", "private": True, "clipping": "flat", "mini_set": None}
+    cell = {"epsilon": 8.0, "delta": 1e-4, "method": method, "batch_size": 8, "lr": 1.0, "clip": 1.0}
+    kept = {
+        "cell": cell, "epsilon": 0.01, "accuracies": [50.0, 60.0], "adjacency": "add/remove one",
+        "protected": True, "test_size": 100, "majority_share": 10.0, "history": history,
+    }  # fmt: skip
+    (made,) = make_rows([kept], {})
+    fresh = FDPAccountant()
+    fresh.history = [tuple(entry) for entry in history]
+    assert made.epsilon == pytest.approx(fresh.get_epsilon(1e-4))
+    assert made.epsilon > 1

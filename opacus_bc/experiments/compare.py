@@ -48,7 +48,8 @@ def compare(
 
     Args:
         dataset: digits (embedded), mnist, fashion-mnist, cifar10, or a folder of images, one subfolder a
-            class.
+            class. A tenth of the training images, drawn at random, serves as public data and is not
+            protected.
         model: smallnet, bn_lenet5, convnet, resnet18, or package.module:factory of your own. Default: what
             suits the data.
         epsilon: the budget; several make several tables.

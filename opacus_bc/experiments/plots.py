@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from opacus_bc.accounting import FDPAccountant
-from opacus_bc.experiments.summary import Row
+from opacus_bc.experiments.summary import Row, spent
 
 DPI = 130
 _PANELS = (("individual clipping", "individual"), ("batch clipping", "batch"), ("mini-sets", "mini-sets"))
@@ -147,20 +146,6 @@ def _curve(axes: Any, row: Row, style: dict[str, Any]) -> None:
     if row.seeds > 1:
         deviation = values.std(axis=0, ddof=1)
         axes.fill_between(epochs, mean - deviation, mean + deviation, color=style["color"], alpha=0.13, lw=0)
-
-
-@lru_cache(maxsize=4096)
-def spent(history: tuple[tuple[Any, ...], ...], delta: float, epoch: int, epochs: int) -> float:
-    """Certified epsilon after some of a run's epochs.
-
-    Shuffling has an entry a pass; of other entries the steps count in proportion, rounded up.
-    """
-    accountant = FDPAccountant()
-    passes = [entry for entry in history if entry[3:] == ("shuffle",)]
-    accountant.history = passes[:epoch] or [
-        (sigma, rate, math.ceil(steps * epoch / epochs), *kind) for sigma, rate, steps, *kind in history
-    ]
-    return float(accountant.get_epsilon(delta))
 
 
 def against_epsilon(rows: Sequence[Row]) -> Any:

@@ -172,8 +172,8 @@ def _report(
 ) -> dict[str, Any]:
     """The result of a finished run: `_facts`, and what is measured on its last weights.
 
-    ``public_accuracy`` is that on the public part (nothing was fitted to its labels; ``--tune`` selects by
-    it), ``layers`` the noise-to-signal ratios.
+    ``public_accuracy`` is that on the public part (whose labels serve for nothing but ALC's bounds;
+    ``--tune`` selects by it), ``layers`` the noise-to-signal ratios.
     """
     cell, data = training.cell, training.data
     report = _facts(training, accuracies, seconds, norms)

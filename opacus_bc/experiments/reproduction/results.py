@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from opacus_bc.experiments.plots import spent
 from opacus_bc.experiments.reproduction.runs import family
 from opacus_bc.experiments.reproduction.specs import (
     VARIANTS,
@@ -20,6 +19,7 @@ from opacus_bc.experiments.reproduction.specs import (
     cell_of,
     variants_of,
 )
+from opacus_bc.experiments.summary import spent
 
 Results = Mapping[str, list[dict[str, Any]]]
 CLOSE = 3.0  # points within which a number counts as reached: the paper gives single runs without a spread
