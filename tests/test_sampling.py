@@ -220,6 +220,7 @@ def collate_dicts(samples):
     return {"x": torch.stack([x for x, _ in samples]), "y": torch.tensor([int(y) for _, y in samples])}
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_users_loader_settings_are_kept(workers):
     seeds = torch.Generator().manual_seed(5)
