@@ -34,11 +34,12 @@ class Cell:
         clip_decay: Factor on the clip bound after each epoch (Opacus's ``ExponentialGradClip``).
         augment: Whether the paper's random crops and flips are applied.
         norm: What stands in the place of the model's BatchNorm.
-        limit: Training images that are used (public and private together), and test images at most.
+        limit: Training images that are used (public and private together); the test set shrinks with them.
         published: Trained as the paper's experiments are, which is not private: see
             `opacus_bc.experiments.as_published`.
         lr_on_plateau: Whether the learning rate only decays after an epoch whose test accuracy did not rise.
         record_norms: Whether the layers' gradient norms on public data are kept for every epoch.
+        channels_last: Whether the weights are laid out channels last, which is faster for convolutions.
     """
 
     method: Method
@@ -63,6 +64,7 @@ class Cell:
     published: bool = field(default=False, metadata=LATER)
     lr_on_plateau: bool = field(default=False, metadata=LATER)
     record_norms: bool = field(default=False, metadata=LATER)
+    channels_last: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         given = (self.epsilon is not None) + (self.noise_multiplier is not None)

@@ -196,12 +196,12 @@ def load(
 
 
 def limited(data: Data, limit: int | None) -> Data:
-    """The same data set with at most ``limit`` training images, public and private together, and as many
-    test images at most; None leaves it whole.
+    """The same data set with at most ``limit`` training images, public and private together, and the same
+    share of its test images; None leaves it whole.
 
-    >>> small = limited(load("digits"), 200)
+    >>> small = limited(load("digits"), 300)
     >>> len(small.private), len(small.public), len(small.test)
-    (180, 20, 200)
+    (270, 30, 59)
     """
     total = len(data.private) + len(data.public)
     if limit is None or limit >= total:
@@ -215,7 +215,7 @@ def limited(data: Data, limit: int | None) -> Data:
         data,
         private=first(data.private, limit - public),
         public=first(data.public, public),
-        test=first(data.test, limit),
+        test=first(data.test, max(1, round(limit * len(data.test) / total))),
     )
 
 

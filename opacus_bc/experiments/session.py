@@ -139,6 +139,8 @@ def prepare(cell: Cell, data: Data) -> Training:
     model = build(cell.model, norm=cell.norm, in_channels=data.in_channels, num_classes=data.num_classes)
     if method.group_norm:
         model = ModuleValidator.fix(model)
+    if cell.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
     plain = _optimizer(cell, model)
     streams = {name: torch.Generator() for name in ("sampling", "noise", "augmentation")}
     for number, stream in enumerate(streams.values()):

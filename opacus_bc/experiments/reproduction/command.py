@@ -58,7 +58,7 @@ def reproduce(
         core: only the runs behind the paper's main numbers.
         runs: only the runs with these labels, such as "C = 0.2".
         epochs: passes over the data. Default: the paper's. Asking for more later continues the same runs.
-        limit: training images (public and private), and test images at most. Default: all.
+        limit: training images (public and private), and the same share of the test images. Default: all.
         seeds: runs of each setting.
         out: folder for results, tables and pictures.
         data: folder with the data sets' files.

@@ -168,6 +168,7 @@ def cell_of(
         published=run.mode != "none" and variant in ("paper", "code"),
         lr_on_plateau=variant == "code",
         record_norms=run.record_norms,
+        channels_last=run.mode != "ic" or variant != "sound",  # Opacus's hooks take weights as they come
     )
 
 
