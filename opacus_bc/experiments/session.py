@@ -140,7 +140,7 @@ def prepare(cell: Cell, data: Data) -> Training:
     if method.group_norm:
         model = ModuleValidator.fix(model)
     if cell.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs
+        model = model.to(memory_format=torch.channels_last)
     plain = _optimizer(cell, model)
     streams = {name: torch.Generator() for name in ("sampling", "noise", "augmentation")}
     for number, stream in enumerate(streams.values()):
