@@ -62,6 +62,11 @@ __all__ = [
     "statistics_modules",
 ]
 
+FINALIZED = (
+    "this model was finalized: its BatchNorm layers are plain again and would write private statistics. Call "
+    "make_private anew to go on training"
+)
+
 
 class BatchNormPolicy:
     """A policy at work on one model. Made by :func:`make_policy`, which validates; ``install`` changes it.
@@ -178,10 +183,7 @@ class BatchNormPolicy:
 
     def _before_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self.finished:
-            raise RuntimeError(
-                "this model was finalized: its BatchNorm layers are plain again and would write private "
-                "statistics. Call make_private anew to go on training"
-            )
+            raise RuntimeError(FINALIZED)
 
     def _after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if isinstance(self.keeper, ConstantsKeeper):

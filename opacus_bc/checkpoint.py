@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 KEY = "opacus_bc"
-FORMAT = 2
+FORMAT = 3
 
 
 class CheckpointError(ValueError):

@@ -24,8 +24,9 @@ from opacus_bc.noise import SecureNoise
 from opacus_bc.optimizer import check_optimizer
 from opacus_bc.release_engine import bare, is_distributed
 from opacus_bc.run import Run
-from opacus_bc.sampling import resolve_sampling
+from opacus_bc.sampling import check_data_loader, resolve_sampling
 from opacus_bc.shards import fully_sharded, reshard
+from opacus_bc.stock import unexpected_keywords
 
 
 class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
@@ -136,6 +137,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if check_positive("noise_multiplier", noise_multiplier, zero_allowed=True) == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=2)
+        check_data_loader(data_loader)
         reshard(module)
         if clipping != "batch" and fully_sharded(module):
             raise ValueError(
@@ -151,9 +153,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             batch_norm = config.public_loader if batch_norm is None else batch_norm
         if clipping == "batch":
             if kwargs:
-                raise TypeError(
-                    f"make_private() got unexpected keyword arguments: {', '.join(sorted(kwargs))}"
-                )
+                raise unexpected_keywords(kwargs)
             if grad_sample_mode != "hooks" or not wrap_model:
                 raise ValueError(
                     f"grad_sample_mode={grad_sample_mode!r} and wrap_model={wrap_model} say how per-sample "
@@ -233,6 +233,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
                 "accountant, so the total will be higher than target_epsilon",
                 stacklevel=2,
             )
+        check_data_loader(data_loader)
         reshard(module)
         kind = resolve_sampling(kwargs.get("sampling"), poisson_sampling=kwargs.get("poisson_sampling", True))
         self._check_accountant(kind)

@@ -185,6 +185,7 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         if wrapped and hasattr(run.wrapper, "autograd_grad_sample_hooks"):
             run.wrapper.cleanup()
         scrub(plain)
+        run.optimizer.pre_step = _refuse_step
         return plain
 
     def statement(self, delta: float, *, format: str = "text", allow_unprotected: bool = False) -> str:
@@ -200,6 +201,10 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         """
         self._check_protected(allow_unprotected)
         return st.render(st.facts(self, self._runs, delta), format=format)
+
+
+def _refuse_step(*_: Any) -> NoReturn:
+    raise RuntimeError(bn.FINALIZED)
 
 
 def bare(module: Any) -> nn.Module:

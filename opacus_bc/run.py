@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ class Run:
         attached: What hangs on the module until it is finished; each has ``detach()``.
         steps: How often the underlying optimizer has moved the weights.
         planned_steps: For how many the noise was calibrated, if it was.
+        start: Noise multiplier and clip bound as ``make_private`` set them; schedulers move the optimizer's.
         told: Whether the user knows that there are more.
     """
 
@@ -54,6 +55,18 @@ class Run:
     steps: int = 0
     planned_steps: int | None = None
     told: bool = False
+    start: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.noise_and_bounds()
+
+    def noise_and_bounds(self) -> dict[str, Any]:
+        """The optimizer's noise multiplier and clip bounds, as plain numbers."""
+        bounds = self.optimizer.max_grad_norm
+        return {
+            "noise_multiplier": float(self.optimizer.noise_multiplier),
+            "max_grad_norm": [*map(float, bounds)] if isinstance(bounds, (list, tuple)) else float(bounds),
+        }
 
     def count_step(self, *_: Any) -> None:
         """The underlying optimizer has moved the weights once more."""

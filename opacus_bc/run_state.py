@@ -15,13 +15,11 @@ def run_state(run: Run) -> dict[str, Any]:
     """Public constants, the step, and the states of clipping and BatchNorm; nothing that is private."""
     optimizer = run.optimizer
     adaptive = optimizer.adaptive if isinstance(optimizer, BlockOptimizer) else None
-    bounds = optimizer.max_grad_norm
     return {
         **_constants(run),
+        **run.noise_and_bounds(),
         "public_data": run.public_data,
         "steps": run.steps,
-        "noise_multiplier": float(optimizer.noise_multiplier),
-        "max_grad_norm": [float(b) for b in bounds] if isinstance(bounds, (list, tuple)) else float(bounds),
         "alc": None if adaptive is None else adaptive.state_dict(),
         "batch_norm": norm_state(run.policy),
         "draws_used": optimizer.ledger.draws_used if isinstance(optimizer, BatchClippingOptimizer) else 0,
@@ -36,7 +34,16 @@ def _constants(run: Run) -> dict[str, Any]:
         "mini_set_size": run.mini_set_size,
         "dataset_size": len(cast(Sized, run.data_loader.dataset)),
         "steps_per_epoch": run.steps_per_epoch,
+        "planned_steps": run.planned_steps,
+        "start": run.start,
     }
+
+
+_OTHERWISE = {
+    "planned_steps": "pass the same epochs. Noise cannot be calibrated anew for steps that were made; "
+    "training on beyond them is possible, and epsilon then grows above target_epsilon",
+    "start": "pass the same budget and bounds; optimizer.max_grad_norm may be changed after loading",
+}
 
 
 def between_draws(run: Run) -> bool:
@@ -54,8 +61,8 @@ def check_run_state(run: Run, state: dict[str, Any]) -> None:
     for name, now in _constants(run).items():
         if state[name] != now:
             raise ValueError(
-                f"the checkpoint was written with {name}={state[name]!r}, this run has {now!r}: call "
-                "make_private with the same arguments and data"
+                f"the checkpoint was written with {name}={state[name]!r}, this run has {now!r}: "
+                + _OTHERWISE.get(name, "call make_private with the same arguments and data")
             )
     check_norm_state(run.policy, state["batch_norm"])
     adaptive = run.optimizer.adaptive if isinstance(run.optimizer, BlockOptimizer) else None

@@ -220,6 +220,19 @@ def check_loader(data_loader: DataLoader[Any]) -> int:
     return size
 
 
+def check_data_loader(data_loader: object) -> None:
+    """Refuse private data in anything but a DataLoader, whose data set and batch size can be asked.
+
+    Raises:
+        TypeError: Says what it is.
+    """
+    if not isinstance(data_loader, DataLoader):
+        raise TypeError(
+            f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}: wrap the "
+            "data set, DataLoader(dataset, batch_size=..., shuffle=True)"
+        )
+
+
 def check_sampler(sampler: object, size: int, *, also: tuple[type, ...] = ()) -> None:
     """Refuse a sampler that weighs samples or leaves some out: what is drawn instead of it would not.
 
@@ -236,7 +249,7 @@ def check_sampler(sampler: object, size: int, *, also: tuple[type, ...] = ()) ->
     elif type(sampler) not in (SequentialSampler, *also):
         raise ValueError(
             f"data_loader draws with {type(sampler).__name__}, which no accountant here describes: use "
-            "shuffle=True, and torch.utils.data.Subset to leave samples out"
+            "shuffle=True. Subset leaves samples out; weights of classes go into the loss"
         )
 
 
@@ -262,7 +275,8 @@ def make_plan(
         )
     if batch_size % mini_batch_size:
         raise ValueError(
-            f"mini_batch_size={mini_batch_size} does not divide the loader's batch_size={batch_size}"
+            f"mini_batch_size={mini_batch_size} does not divide the loader's batch_size={batch_size}: take "
+            f"batch_size={max(mini_batch_size, batch_size - batch_size % mini_batch_size)}"
         )
     return SamplingPlan(
         kind=sampling,

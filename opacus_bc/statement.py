@@ -15,6 +15,7 @@ from typing import Any
 from opacus_bc.accounting import FDPAccountant
 from opacus_bc.accounting.events import RELEASES
 from opacus_bc.clipping import Block, effective_noise_multiplier, sensitivity
+from opacus_bc.private_statistics import PrivateKeeper
 from opacus_bc.public_data import PublicDataDescription, describe
 from opacus_bc.run import Run
 
@@ -42,6 +43,11 @@ _POLICIES = {
     "frozen": "running statistics are the given ones and were never written",
     "unprotected": "RUNNING STATISTICS LEAK: they were written from raw private batches and are not covered",
 }
+
+_PENDING = (
+    "running statistics at the current weights are not released yet: finalize() does it, with Gaussian "
+    "noise, and adds its cost to the epsilon stated here"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +147,12 @@ def _run_facts(run: Run) -> RunFacts:
     if run.alc_loader is not None and (not public or run.alc_loader is not policy.public.loader):  # type: ignore[union-attr]  # public data imply a loader
         public.append(describe(run.alc_loader))
     text = _POLICIES[policy.name]
+    if isinstance(policy.keeper, PrivateKeeper) and not (policy.finished or policy.keeper.current):
+        text = _PENDING
     if policy.name == "public" and policy.individual:
         text = (
             "training and evaluation normalise with statistics of public batches, as constants (new ones "
-            f"every {policy.refresh_every} steps in training), so every sample's gradient is its own"
+            f"every {_ordinal(policy.refresh_every)}step in training), so every sample's gradient is its own"
         )
         if policy.public is not None and policy.public.differentiate:
             text += "; it also follows these statistics into the layer directly before"
@@ -245,6 +253,16 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
 
 
 _INSECURE = "ordinary pseudo-random generator (not cryptographic): whoever knows or guesses the seed voids it"
+
+
+def _ordinal(number: int) -> str:
+    """What stands between "every" and "step".
+
+    >>> _ordinal(1), _ordinal(10)
+    ('', '10th ')
+    """
+    suffix = "th" if 10 < number % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return "" if number == 1 else f"{number}{suffix} "
 
 
 def counted(number: int, noun: str) -> str:

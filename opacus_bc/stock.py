@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -13,6 +14,7 @@ from opacus_bc._opacus import (
     DPOptimizer,
     DPPerLayerOptimizer,
     SimpleDistributedPerLayerOptimizer,
+    StockPrivacyEngine,
     UniformWithReplacementSampler,
     get_optimizer_class,
 )
@@ -32,7 +34,20 @@ def check_keywords(extra: dict[str, Any], *, clipping: str, distributed: bool, g
     known = set(inspect.signature(get_optimizer_class(clipping, distributed, grad_sample_mode)).parameters)
     unknown = sorted(set(extra) - known)
     if unknown:
-        raise TypeError(f"make_private() got unexpected keyword arguments: {', '.join(unknown)}")
+        raise unexpected_keywords(unknown)
+
+
+def unexpected_keywords(unknown: Iterable[str]) -> TypeError:
+    """What to raise for keywords that nobody takes, with the one that each of them resembles.
+
+    >>> str(unexpected_keywords(["max_gradient_norm", "batchnorm"]))
+    'unexpected keyword arguments: batchnorm (batch_norm?), max_gradient_norm (max_grad_norm?)'
+    """
+    stock = inspect.signature(StockPrivacyEngine.make_private).parameters
+    known = [*stock, "mini_batch_size", "sampling", "batch_norm", "batch_norm_refresh", "alc"]
+    close = {name: difflib.get_close_matches(name, known, 1) for name in sorted(unknown)}
+    words = [f"{name} ({found[0]}?)" if found else name for name, found in close.items()]
+    return TypeError(f"unexpected keyword arguments: {', '.join(words)}")
 
 
 class _FixedBounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import opacus
 import pytest
 import torch
 from checkpoint_support import CASES, Case, Training
-from support import blobs, engine, mlp, weights
+from support import blobs, cross_entropy, engine, mlp, weights
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -293,6 +294,45 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 def test_another_set_up_is_refused(case: Case, message: str, saved: Any) -> None:
     with pytest.raises(ValueError, match=message):
         Training(case, seed=1).load(saved[1])
+
+
+def planned(**changes: Any) -> tuple[Any, ...]:
+    """An engine, and what it made private for a budget."""
+    eng, model = engine(), mlp()
+    arguments = {"epochs": 2, "target_epsilon": 8.0, "max_grad_norm": 1.0, "clipping": "batch", **changes}
+    return eng, *eng.make_private_with_epsilon(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(blobs(40), batch_size=10),
+        target_delta=1e-5,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("clipping", ["batch", "flat"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 4}, "planned_steps=8, this run has 16: pass the same epochs"),
+        ({"target_epsilon": 2.0}, "start=.*pass the same budget"),
+        ({"max_grad_norm": 2.0}, "start=.*pass the same budget and bounds"),
+    ],
+)
+def test_a_resume_under_another_budget_is_refused_and_changes_nothing(
+    clipping: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    eng, model, optimizer, loader = planned(clipping=clipping)
+    x, y = next(iter(loader))
+    cross_entropy(model, x, y).backward()
+    optimizer.step()
+    eng.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    other, module, resumed, _ = planned(clipping=clipping, **changes)
+    before = (resumed.noise_multiplier, resumed.max_grad_norm, copy.deepcopy(module.state_dict()))
+    with pytest.raises(ValueError, match=message):
+        other.load_checkpoint(path=tmp_path / "run.pt", module=module, optimizer=resumed)
+    assert (resumed.noise_multiplier, resumed.max_grad_norm) == before[:2]
+    assert other.accountant.history == []
+    assert all(torch.equal(value, before[2][name]) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("use", ["public_norm", "alc"])

@@ -191,6 +191,23 @@ def test_bad_arguments_are_refused_before_anything_changes(message):
     assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("method", ["make_private", "make_private_with_epsilon"])
+def test_private_data_come_in_a_dataloader(method):
+    model = mlp()
+    with pytest.raises(TypeError, match=r"data_loader must be a .*DataLoader, got list"):
+        getattr(engine(), method)(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            data_loader=[1, 2],
+            max_grad_norm=1.0,
+            **(
+                {"noise_multiplier": 1.0}
+                if method == "make_private"
+                else {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1}
+            ),
+        )
+
+
 def test_parameters_of_another_model_are_refused():
     with pytest.raises(ValueError, match="not module's"):
         make(optimizer=optim.SGD(mlp().parameters(), lr=0.1))

@@ -93,6 +93,20 @@ def test_shuffled_data_state_replace_one_and_half_the_noise_for_individual_clipp
     assert "shuffle" in text
 
 
+def test_statistics_that_are_not_released_yet_are_not_said_to_be_counted() -> None:
+    eng, module, *rest = make_private(network(), batch_norm="private")
+    train(module, *rest)
+    before = eng.get_epsilon(1e-5)
+    assert "not released yet" in eng.statement(1e-5)
+    eng.recalibrate_batch_norm()
+    assert "counted in epsilon" in eng.statement(1e-5)
+    assert eng.get_epsilon(1e-5) > before
+    train(module, *rest)
+    assert "not released yet" in eng.statement(1e-5)  # those that were released are of earlier weights
+    eng.finalize(module)
+    assert "counted in epsilon" in eng.statement(1e-5)
+
+
 def test_releases_of_running_statistics_are_listed_and_are_no_steps() -> None:
     eng, module, *rest = make_private(network(), batch_norm="private")
     train(module, *rest)
