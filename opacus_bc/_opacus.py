@@ -19,15 +19,21 @@ from opacus.optimizers import (
 from opacus.optimizers.optimizer import _check_processed_flag as check_processed_flag
 from opacus.optimizers.optimizer import _mark_as_processed as mark_as_processed
 from opacus.utils.batch_memory_manager import BatchMemoryManager as StockBatchMemoryManager
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from opacus.validators.errors import UnsupportedModuleError
 
 __all__ = [
     "AbstractGradSampleModule",
     "AdaClipDPOptimizer",
+    "DPLossFastGradientClipping",
     "DPOptimizer",
     "DPPerLayerOptimizer",
     "DPRNNBase",
+    "DPTensorFastGradientClipping",
     "GradSampleHooks",
     "IAccountant",
     "SimpleDistributedPerLayerOptimizer",

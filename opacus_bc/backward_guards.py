@@ -63,7 +63,9 @@ class SortedSequences:
 
     def __init__(self, module: nn.Module) -> None:
         layers = [layer for layer in module.modules() if isinstance(layer, DPRNNBase)]
-        self._handles = [layer.register_forward_pre_hook(_refuse_unsorted) for layer in layers]
+        self._handles = [
+            layer.register_forward_pre_hook(_refuse_unsorted, with_kwargs=True) for layer in layers
+        ]
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -71,9 +73,9 @@ class SortedSequences:
             handle.remove()
 
 
-def _refuse_unsorted(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    order = getattr(inputs[0], "sorted_indices", None) if inputs else None
-    if order is not None and not torch.equal(order, torch.arange(len(order), device=order.device)):
+def _refuse_unsorted(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    orders = [getattr(given, "sorted_indices", None) for given in (*inputs, *named.values())]
+    if any(o is not None and not torch.equal(o, torch.arange(len(o), device=o.device)) for o in orders):
         raise ValueError(
             f"{type(layer).__name__} got sequences packed with enforce_sorted=False: their per-sample "
             "gradients come in another order than those of other layers, and would be clipped with them in "

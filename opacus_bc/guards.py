@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from opacus_bc._opacus import AdaClipDPOptimizer, DPOptimizer
-from opacus_bc.backward_guards import forget_norms
 from opacus_bc.block_optimizer import BlockOptimizer
 from opacus_bc.clipping import check_positive
+from opacus_bc.ghost import HALF, guard_ghost
 from opacus_bc.sampling import check_sampler
-
-HALF = (torch.float16, torch.bfloat16)
 
 COPIES = (
     "a private optimizer or engine cannot be copied or pickled: a copy would repeat its noise. Save its "
@@ -90,7 +87,7 @@ def drop_non_finite_samples(optimizer: DPOptimizer, wrapper: Any) -> None:
     if isinstance(optimizer, BlockOptimizer):
         return  # counts them as zero itself
     if hasattr(optimizer, "accumulate"):
-        _guard_ghost(optimizer, wrapper)
+        guard_ghost(optimizer, wrapper)
         return
     clip = optimizer.clip_and_accumulate
     # Its clipping also counts samples, so it must not be repeated: look at every gradient first.
@@ -172,75 +169,3 @@ def _zero_rows(parts: tuple[Tensor, ...]) -> None:
     if not finite.all():
         for g in parts:
             g[~finite.to(g.device)] = 0.0
-
-
-def _guard_ghost(optimizer: DPOptimizer, wrapper: Any) -> None:
-    """Accept only what ghost clipping's own backward has clipped, with norms of this very batch.
-
-    Opacus clips inside the backward of the criterion that ``make_private`` returned: a first pass leaves
-    norms on the parameters, a second one weights the samples by them. Norms that an interrupted batch or an
-    extra forward left behind would clip the next batch wrongly, and other losses are not clipped at all.
-
-    **Formal guarantee**: a gradient is accumulated only if its coefficients were computed from norms that no
-    earlier coefficients used, and if no other backward has gone through the module since.
-    """
-    accumulate, zero_grad, coefficients = (
-        optimizer.accumulate,
-        optimizer.zero_grad,
-        wrapper.get_clipping_coef,
-    )
-    clipped = False
-
-    forget = partial(forget_norms, wrapper)
-
-    def used_once() -> Any:
-        nonlocal clipped
-        if not all(hasattr(p, "_norm_sample") for p in wrapper.trainable_parameters):
-            forget()
-            wrapper.enable_hooks()
-            raise RuntimeError(
-                "per-sample norms of this batch are missing: a layer ran forward more than once for one "
-                "backward, or an earlier backward was interrupted. Nothing was released; take a new batch"
-            )
-        if any(p._norm_sample.dtype in HALF for p in wrapper.trainable_parameters):
-            forget()
-            wrapper.enable_hooks()
-            raise RuntimeError(
-                "ghost clipping under autocast: its norms are in half precision and off by up to a per cent, "
-                "and so would be the clip bound. Use float32, grad_sample_mode='hooks' or clipping='batch'"
-            )
-        found = coefficients()
-        forget()
-        clipped = True
-        return found
-
-    def cleared(*args: Any, **kwargs: Any) -> None:
-        nonlocal clipped
-        clipped = False
-        zero_grad(*args, **kwargs)
-
-    def checked() -> None:
-        nonlocal clipped
-        whole = clipped and not any(hasattr(p, "_norm_sample") for p in wrapper.trainable_parameters)
-        finite = all(bool(p.grad.isfinite().all()) for p in optimizer.params if p.grad is not None)
-        clipped = False
-        if not (whole and finite):
-            forget()
-            for p in optimizer.params:
-                p.grad = None
-            raise RuntimeError(_NOT_FINITE if whole else _NOT_CLIPPED)
-        accumulate()
-
-    wrapper.get_clipping_coef = used_once
-    optimizer.zero_grad = cleared
-    optimizer.accumulate = checked
-
-
-_NOT_FINITE = (
-    "a gradient of this batch is not finite, and ghost clipping cannot tell whose: clean the data, or use "
-    "grad_sample_mode='hooks', where such a sample counts as zero"
-)
-_NOT_CLIPPED = (
-    "this gradient was not clipped: with grad_sample_mode='ghost' the loss comes from the criterion that "
-    "make_private returned, and loss.backward() is called once a batch, after optimizer.zero_grad()"
-)

@@ -14,6 +14,7 @@ from opacus_bc.alc import ALC
 from opacus_bc.backward_guards import SortedSequences, guard_backward
 from opacus_bc.clip_rules import sample_rule
 from opacus_bc.distributed import LateWrapping
+from opacus_bc.ghost import GhostCriterion
 from opacus_bc.guards import check_individual
 from opacus_bc.individual import IndividualClippingOptimizer
 from opacus_bc.noise import TorchNoise
@@ -26,6 +27,7 @@ from opacus_bc.stock import (
     check_adaptive,
     check_keywords,
     count_draws,
+    guard_accumulation,
     guard_frozen_parameters,
     guard_grad_scaler,
     guard_noise,
@@ -114,6 +116,8 @@ class IndividualEngine(ReleaseEngine):
                 **extra,
             )
         private_optimizer: DPOptimizer = result[1]
+        if grad_sample_mode == "ghost":
+            result[2].__class__ = GhostCriterion
         self._start(
             Run(
                 policy=policy,
@@ -135,6 +139,7 @@ class IndividualEngine(ReleaseEngine):
         guard_frozen_parameters(private_optimizer)
         guard_grad_scaler(private_optimizer)
         guard_noise(private_optimizer)
+        guard_accumulation(private_optimizer)
         counter = count_draws(result[-1], private_optimizer)
         if isinstance(private_optimizer, IndividualClippingOptimizer):
             private_optimizer.attach_to(module, hooks=result[0])

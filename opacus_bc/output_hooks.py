@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
 _ONE_TENSOR = ("torch.nn.", "opacus.", "opacus_bc.")  # whose layers with a grad sampler return one tensor
 
@@ -51,7 +52,7 @@ class _OnOutput:
         self._hook = hook
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
-    def __call__(self, layer: nn.Module, _inputs: Any, output: Tensor) -> Tensor | None:
+    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if not output.requires_grad or output.grad_fn is None:
             return None
         # Writing into a view replaces its node, and our hook would miss what comes through the new one.
@@ -59,5 +60,37 @@ class _OnOutput:
         watched = output if fresh is None else fresh
         node, place = watched.grad_fn, watched.output_nr
         assert node is not None
-        node.register_hook(lambda _inputs, outputs: self._hook(layer, None, (outputs[place],)))
+        self._refuse_hooks_before(layer)
+        seen = [(given, given._version) for given in inputs if isinstance(given, Tensor)]
+        recorded = layer.training
+
+        def backward(_inputs: Any, outputs: Any) -> None:
+            if not recorded:
+                raise RuntimeError(
+                    f"a {type(layer).__name__} was in evaluation mode in the forward pass, where Opacus "
+                    "records nothing: call model.train() before it"
+                )
+            _refuse_overwritten(layer, seen)
+            self._hook(layer, None, (outputs[place],))
+
+        node.register_hook(backward)
         return fresh
+
+    def _refuse_hooks_before(self, layer: nn.Module) -> None:
+        """Ghost norms are of what the layer returned, the release is of what a hook made of it before us."""
+        ghost = hasattr(self._hook.func.__self__, "get_clipping_coef")
+        if ghost and (next(iter(layer._forward_hooks.values())) is not self or _global_forward_hooks):
+            raise RuntimeError(
+                f"a forward hook comes before those of ghost clipping on a {type(layer).__name__}: register "
+                "it without prepend=True and not for all modules, or use grad_sample_mode='hooks'"
+            )
+
+
+def _refuse_overwritten(layer: nn.Module, seen: list[tuple[Tensor, int]]) -> None:
+    """Opacus keeps a layer's input without a copy; autograd may have one of its own, as under autocast."""
+    if any(given._version != version for given, version in seen):
+        raise RuntimeError(
+            f"the input of a {type(layer).__name__} was overwritten in place after its forward pass, so its "
+            "per-sample gradients would be those of other values: write x = x + y for x += y, or use "
+            "clipping='batch'"
+        )

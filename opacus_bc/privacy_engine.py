@@ -19,6 +19,7 @@ from opacus_bc.checkpoint_engine import CheckpointEngine
 from opacus_bc.clip_rules import check_alc
 from opacus_bc.clipping import check_positive
 from opacus_bc.individual_engine import IndividualEngine
+from opacus_bc.layer_guards import check_layers
 from opacus_bc.layer_report import LayerReport, layer_report
 from opacus_bc.noise import SecureNoise
 from opacus_bc.optimizer import check_optimizer
@@ -144,6 +145,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
                 f"clipping={clipping!r} needs per-sample gradients, not supported with fully_shard: "
                 "use clipping='batch', or Opacus's DifferentiallyPrivateDistributedDataParallel"
             )
+        check_layers(module, grad_sample_mode=None if clipping == "batch" else grad_sample_mode)
         check_optimizer(optimizer)
         config = as_alc(alc)
         if config is not None:

@@ -249,7 +249,7 @@ def check_sampler(sampler: object, size: int, *, also: tuple[type, ...] = ()) ->
     elif type(sampler) not in (SequentialSampler, *also):
         raise ValueError(
             f"data_loader draws with {type(sampler).__name__}, which no accountant here describes: use "
-            "shuffle=True. Subset leaves samples out; weights of classes go into the loss"
+            "shuffle=True. Subset leaves samples out; weights of samples go into the loss of each"
         )
 
 

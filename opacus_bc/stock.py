@@ -132,6 +132,34 @@ def guard_noise(optimizer: DPOptimizer) -> None:
     optimizer.pre_step = alone
 
 
+def guard_accumulation(optimizer: DPOptimizer) -> None:
+    """Let a physical batch count once: one backward and one step for each that was delivered.
+
+    Opacus adds further backward passes on a chunk of a `BatchMemoryManager` to the draw's sum, and takes a
+    second ``step()`` on it for the one that ends the draw.
+    """
+    pre_step, signal = optimizer.pre_step, optimizer.signal_skip_step
+    optimizer.in_chunks = False
+
+    def signalled(do_skip: bool = True) -> None:
+        optimizer.in_chunks = True
+        signal(do_skip)
+
+    def once(closure: Any = None) -> Any:
+        held = [getattr(p, "grad_sample", None) for p in optimizer.params]
+        most = max((len(chunks) for chunks in held if isinstance(chunks, list)), default=1)
+        if most > 1:
+            raise RuntimeError(
+                f"{most} batches were accumulated for one step: a step must use one batch "
+                "(BatchMemoryManager splits large ones)"
+            )
+        if optimizer.in_chunks and not optimizer._step_skip_queue:
+            raise NoFreshBatchError("a second step() on one chunk of a BatchMemoryManager: take the next one")
+        return pre_step(closure)
+
+    optimizer.pre_step, optimizer.signal_skip_step = once, signalled
+
+
 def guard_grad_scaler(optimizer: DPOptimizer) -> None:
     """Refuse ``torch.amp.GradScaler``, whose scale and skipped steps follow from private gradients."""
 
@@ -266,6 +294,7 @@ def count_draws(loader: Any, optimizer: DPOptimizer) -> DrawCounter | None:
     def forget() -> None:
         """A batch that BatchMemoryManager had split and a ``break`` left unfinished."""
         optimizer._step_skip_queue.clear()
+        optimizer.in_chunks = False
         optimizer._is_last_step_skipped = False
         for p in optimizer.params:
             p.summed_grad = None
@@ -329,11 +358,6 @@ def individual_hook(
     book = PassBook(accountant)
 
     def hook(optimizer: Any) -> None:
-        if optimizer.accumulated_iterations != 1:
-            raise RuntimeError(
-                f"{optimizer.accumulated_iterations} batches were accumulated for one step: a step must use "
-                "one batch (BatchMemoryManager splits large ones)"
-            )
         effective = getattr(optimizer, "effective_noise_multiplier", optimizer.noise_multiplier / 2)
         book.step(
             noise_multiplier=effective,
