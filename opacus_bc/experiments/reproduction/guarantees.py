@@ -114,7 +114,9 @@ def _cifar_rows() -> tuple[_Row, ...]:
          at(sigma=0.01875, layers=41).epsilon),
         ("eps_resnet_groups", f"ResNet-18, σ = 0.01875, 4 groups: {_AT}", None,
          at(sigma=0.01875, layers=4).epsilon),
-        ("eps_resnet_half", f"ResNet-18, σ = 0.5, L = 62: {_AT}", "prohibitively large",
+        ("h_resnet_half", "ResNet-18, σ = 0.5: h(0.5/√62)", "prohibitively large",
+         at(sigma=0.5, layers=62).h),
+        ("eps_resnet_half", f"ResNet-18, σ = 0.5, L = 62: {_AT}", None,
          at(sigma=0.5, layers=62).epsilon),
     )  # fmt: skip
 

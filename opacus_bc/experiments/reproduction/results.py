@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 from opacus_bc.experiments.reproduction.runs import family
@@ -147,7 +146,7 @@ def check(claim: Claim, rows: Sequence[Row], variant: Variant) -> str:
 
     Runs are compared on the same amount of data (all of it, if possible), at the last epoch that all have.
     """
-    labels = claim.above or (claim.at_most[:1] if claim.at_most else ())
+    labels = claim.labels
     if not labels:
         return "in words only"
     usable = [row for row in rows if row.curves and (row.variant == variant or row.run.mode == "none")]
@@ -161,12 +160,8 @@ def check(claim: Claim, rows: Sequence[Row], variant: Variant) -> str:
             continue
         epoch = min(row.epoch for row in longest.values())
         ends = [statistics.fmean(curve[epoch - 1] for curve in longest[label].curves) for label in labels]
-        if claim.at_most:
-            held = ends[0] <= claim.at_most[1]
-        else:
-            held = all(better > worse for better, worse in pairwise(ends))
         note = "" if limit is None else f" on {limit:,} images"
-        return f"{'holds' if held else 'fails'} at epoch {epoch}{note}"
+        return f"{claim.judge(ends)} at epoch {epoch}{note}"
     return "not run"
 
 

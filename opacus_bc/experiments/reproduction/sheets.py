@@ -14,7 +14,6 @@ from opacus_bc.experiments.reproduction.facts import Fact, Sheet
 from opacus_bc.experiments.reproduction.guarantees import GUARANTEES
 from opacus_bc.experiments.reproduction.resnet_figures import FIGURES
 from opacus_bc.experiments.reproduction.specs import cell_of
-from opacus_bc.experiments.reproduction.sweeps import BATCHES
 
 
 @lru_cache
@@ -75,7 +74,12 @@ def _settings() -> tuple[Fact, ...]:
         ("sigma", "noise multiplier σ", 0.01875, cells[0].noise_multiplier),
         ("lr_decay", "step size decay (dss)", 0.9, min(cell.lr_decay for cell in cells)),
         ("clip_decay", "decay of a diminishing C", 0.9, min(cell.clip_decay for cell in cells)),
-        ("batches", "batch sizes m", "64, 128, 256, 512, 1028", ", ".join(map(str, BATCHES))),
+        (
+            "batches",
+            "batch sizes m",
+            "64, 128, 256, 512, 1028",
+            ", ".join(sorted({str(c.batch_size) for c in cells})),
+        ),
         ("epochs", "epochs E", 50.0, float(cells[0].epochs)),
     )
     return tuple(
@@ -104,7 +108,7 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
                 id="table1",
                 title="The convnet",
                 where="table 1, section A.1",
-                facts=_architecture("convnet", None, _CONVNET_SHAPES, 3),
+                facts=_architecture("convnet", 5.0, _CONVNET_SHAPES, 3),
             ),
             Sheet(
                 id="table2",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -83,12 +84,42 @@ class Claim:
     Attributes:
         words: What it says.
         above: Labels of runs from best to worst: each must be strictly better than the next.
+        best: Labels of runs of which the first must be the best.
         at_most: A label and the accuracy that it must not exceed.
+        within: Labels, and the lowest and the highest accuracy that they may have.
+        gap: Two labels: the words say how far the first is ahead, the answer gives ours.
     """
 
     words: str
     above: tuple[str, ...] = ()
+    best: tuple[str, ...] = ()
     at_most: tuple[str, float] | None = None
+    within: tuple[tuple[str, ...], float, float] | None = None
+    gap: tuple[str, str] | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The runs that it is about; empty for a claim in words only."""
+        if self.at_most is not None:
+            return self.at_most[:1]
+        if self.within is not None:
+            return self.within[0]
+        return self.gap or self.above or self.best
+
+    def judge(self, accuracies: Sequence[float]) -> str:
+        """What the runs' accuracies, in the order of `labels`, say about it."""
+        first = accuracies[0]
+        if self.gap is not None:
+            return f"{first - accuracies[1]:+.1f} points"
+        if self.at_most is not None:
+            held = first <= self.at_most[1]
+        elif self.within is not None:
+            held = all(self.within[1] <= accuracy <= self.within[2] for accuracy in accuracies)
+        elif self.best:
+            held = all(first > other for other in accuracies[1:])
+        else:
+            held = all(better > worse for better, worse in pairwise(accuracies))
+        return "holds" if held else "fails"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +148,7 @@ class Spec:
         if len(set(labels)) != len(labels):
             raise ValueError(f"{self.id}: two runs have the same label")
         for claim in self.claims:
-            for label in (*claim.above, *(claim.at_most[:1] if claim.at_most else ())):
+            for label in claim.labels:
                 if label not in labels:
                     raise ValueError(f"{self.id}: a claim is about {label!r}, which is no run")
 
