@@ -19,7 +19,7 @@
 # weights are all it looks at, so the bounds cost no privacy. What costs privacy is clipping L groups separately: **√L**.
 #
 # This notebook shows the norms, what groups cost, what the factors do, and where the noise goes. At the end five settings are
-# trained at one ε. [Keep your BatchNorm](keep_your_batchnorm.ipynb) explains the way of clipping that all of them use: **GBC**, general
+# trained at one ε. `keep_your_batchnorm` explains the way of clipping that all of them use: **GBC**, general
 # batch clipping. A draw is cut into *mini-sets* of s samples, and the gradient of each mini-set is clipped as one vector.
 
 # %%
@@ -230,7 +230,7 @@ for name, settings in SETTINGS.items():
 # - *Proportional* noise helps the small layers and hurts the large ones, which have most of the weights.
 # - *Scale* and *proportional* coincide: with all layers clipped, the five share one ball, each gets 1/√5 of its radius, and what σ saves the signal loses.
 #   (The column noise/signal of `layer_report()` does not know that: for `apply="scale"` it is too small by up to √L.)
-# - *Isotropic* has the ratios of *no ALC*: where everything is clipped it is one bound for all again, some 1.35 times as large, so noise and signal both grow.
+# - *Isotropic* has the ratios of *no ALC*: where everything is clipped it is one bound for all again, about a third larger, so noise and signal both grow.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
@@ -257,7 +257,7 @@ for name in SETTINGS:
 # %% [markdown]
 # ## Does it pay? All five at ε = 8
 #
-# Batch size, learning rate and C = 0.1 are those that [Keep your BatchNorm](keep_your_batchnorm.ipynb) chose by hand for GBC *without* ALC, on these very images.
+# Batch size, learning rate and C = 0.1 are those that `keep_your_batchnorm` chose by hand for GBC *without* ALC, on these very images.
 # So the first column is tuned, and ALC is not.
 #
 # **Look at** the spread before the mean: dots are seeds. *Proportional* and *scale* are the same up to seeds, as the panels above say, and lose: they put the most noise on conv 2 and linear,

@@ -16,7 +16,7 @@
 #
 # Batch clipping makes no per-sample gradients and leaves the model as it is, so what is known about training on many processes applies.
 # It comes in two kinds: **BC** clips the gradient of a whole batch of m samples, **GBC** (general batch clipping) cuts the batch into *mini-sets* of s samples and clips the
-# gradient of each; [Keep your BatchNorm](keep_your_batchnorm.ipynb) compares them. This notebook shows what a draw costs as the data grow, the same run on one and on two
+# gradient of each; `keep_your_batchnorm` compares them. This notebook shows what a draw costs as the data grow, the same run on one and on two
 # processes, and a run that is interrupted and resumed without losing a bit, or a step of privacy.
 
 # %%
@@ -258,7 +258,7 @@ if not QUICK:
 #
 # A mini-set spans all ranks; norms are added up over shards, and each shard gets noise from a stream of its own: the same noise on two shards could be subtracted. This model has
 # *no* BatchNorm, since public statistics are not available under FSDP2 yet; in their place it shows clip bounds by layer
-# ([ALC by scaling](adaptive_layerwise_clipping.ipynb)). Checkpoints are not built for FSDP2 either; `examples/README.md` says what to do, and lists what is refused.
+# (ALC by scaling, see `adaptive_layerwise_clipping`). Checkpoints are not built for FSDP2 either; `examples/README.md` says what to do, and lists what is refused.
 #
 # **Look at** how many parameters each rank holds, and that ε is that of one process again. (Rank 0 tests the whole model.)
 
