@@ -28,13 +28,22 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes times of execution and the like out of the cells, so that differences between notebooks are real ones.
+# Takes times of execution and the like out of the cells and joins what was printed in pieces, so that differences
+# between notebooks are real ones.
 define STRIP
 import nbformat, sys
 for path in sys.argv[1:]:
     notebook = nbformat.read(path, 4)
     for cell in notebook.cells:
         cell.metadata.clear()
+        kept = []
+        for output in cell.get("outputs", []):
+            if kept and output.output_type == "stream" and output.name == kept[-1].get("name"):
+                kept[-1].text += output.text
+            else:
+                kept.append(output)
+        if kept:
+            cell.outputs = kept
     nbformat.write(notebook, path)
 endef
 export STRIP
