@@ -28,32 +28,12 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes times of execution and the like out of the cells and joins what was printed in pieces, so that differences
-# between notebooks are real ones.
-define STRIP
-import nbformat, sys
-for path in sys.argv[1:]:
-    notebook = nbformat.read(path, 4)
-    for cell in notebook.cells:
-        cell.metadata.clear()
-        kept = []
-        for output in cell.get("outputs", []):
-            if kept and output.output_type == "stream" and output.name == kept[-1].get("name"):
-                kept[-1].text += output.text
-            else:
-                kept.append(output)
-        if kept:
-            cell.outputs = kept
-    nbformat.write(notebook, path)
-endef
-export STRIP
-
 # The scripts are the sources: notebooks are made from them and executed, each within three minutes on two cores.
 NOTEBOOKS ?= $(patsubst %.py,%.ipynb,$(wildcard tutorials/*.py))
 tutorials: venv
 	$(BIN)/jupytext --quiet --update --to ipynb $(NOTEBOOKS:.ipynb=.py)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= --nbmake --nbmake-timeout=900 --overwrite $(NOTEBOOKS)
-	$(BIN)/python -c "$$STRIP" $(NOTEBOOKS)
+	$(BIN)/python .ci/strip_notebooks $(NOTEBOOKS)
 
 # Warnings are errors. The site is in site/index.html; nothing in it is loaded from elsewhere.
 docs: venv

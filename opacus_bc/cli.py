@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opacus_bc import accounting
+from opacus_bc.accounting.display import rounded_up
 from opacus_bc.accounting.events import check_count, check_number, check_sigma
 from opacus_bc.audit.command import audit
 from opacus_bc.experiments.compare import compare
@@ -272,7 +273,7 @@ def _show(facts: Mapping[str, Any], as_json: bool, title: str) -> None:
     poisson = facts["sampling"] == "poisson"
     foreign = "" if poisson else "; for Poisson sampling, another mechanism"
     rows: list[tuple[str, str, str]] = [
-        (f"epsilon at delta = {facts['delta']:g}", _figure(facts["epsilon"]), "certified upper bound"),
+        (f"epsilon at delta = {facts['delta']:g}", rounded_up(facts["epsilon"]), "certified upper bound"),
         ("adjacency", facts["adjacency"], f"{facts['sampling']} sampling"),
         (
             "sample rate, steps",
@@ -284,11 +285,19 @@ def _show(facts: Mapping[str, Any], as_json: bool, title: str) -> None:
             _figure(facts["effective_noise_multiplier"]),
             f"{facts['noise_multiplier']:.6g} / sqrt({facts['layers']})",
         ),
-        ("mu", _figure(facts["mu"]), "Gaussian DP, wherever delta(epsilon) is at least delta"),
+        ("mu", rounded_up(facts["mu"]), "Gaussian DP, wherever delta(epsilon) is at least delta"),
         ("mu by the paper's CLT", _figure(facts["mu_clt_approximation"]), "approximation, not a bound"),
-        ("advantage", _figure(facts["advantage"]), "true minus false positive rate, at most"),
-        ("epsilon without layers", _figure(facts["epsilon_without_layers"]), "the same noise on one group"),
-        ("epsilon with shuffling", _figure(facts["epsilon_with_shuffling"]), "no amplification, replace one"),
+        ("advantage", rounded_up(facts["advantage"]), "true minus false positive rate, at most"),
+        (
+            "epsilon without layers",
+            rounded_up(facts["epsilon_without_layers"]),
+            "the same noise on one group",
+        ),
+        (
+            "epsilon with shuffling",
+            rounded_up(facts["epsilon_with_shuffling"]),
+            "no amplification, replace one",
+        ),
         ("epsilon by Opacus rdp", _figure(opacus["rdp"]), f"bound{foreign}"),
         ("epsilon by Opacus prv", _figure(opacus["prv"]), f"numerical bound, one direction{foreign}"),
         ("epsilon by Opacus gdp", _figure(opacus["gdp"]), f"approximation, not a bound{foreign}"),

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opacus_bc.accounting import FDPAccountant
+from opacus_bc.accounting.display import rounded_up
 from opacus_bc.accounting.events import RELEASES
 from opacus_bc.clipping import Block, effective_noise_multiplier, sensitivity
 from opacus_bc.private_statistics import PrivateKeeper
@@ -210,8 +211,10 @@ def verdict(facts: Facts) -> str:
     if math.isinf(worst):
         return "no protection: at least one release carried no noise"
     if worst > MEANINGLESS_EPSILON:
-        return f"no meaningful protection: epsilon = {worst:.4g} bounds nothing of practical use"
-    return f"({worst:.4g}, {facts.delta:g})-differential privacy for the weights of the released model"
+        return f"no meaningful protection: epsilon = {rounded_up(worst)} bounds nothing of practical use"
+    return (
+        f"({rounded_up(worst)}, {facts.delta:g})-differential privacy for the weights of the released model"
+    )
 
 
 def _sections(facts: Facts) -> list[tuple[str, str]]:
@@ -275,11 +278,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def _epsilon_text(facts: Facts) -> str:
-    text = f"{facts.epsilon:.6g} at delta = {facts.delta:g}"
+    text = f"{rounded_up(facts.epsilon, 6)} at delta = {facts.delta:g}"
     if facts.certified_epsilon is not None:
-        text += f" (an approximation, no bound; the certified value is {facts.certified_epsilon:.6g})"
+        text += " (an approximation, no bound; the certified value is "
+        text += f"{rounded_up(facts.certified_epsilon, 6)})"
     if facts.mu is not None:
-        text += f"; dominated by Gaussian DP with mu = {facts.mu:.4g}"
+        text += f"; dominated by Gaussian DP with mu = {rounded_up(facts.mu)}"
     return text
 
 

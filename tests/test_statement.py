@@ -11,6 +11,7 @@ from batch_norm_support import BACKWARD_HOOK_REMARK, PER_LAYER, images, make_pri
 from support import engine
 from torch import nn
 
+from opacus_bc.accounting.display import rounded_up
 from opacus_bc.public_data import describe
 from opacus_bc.public_statistics import PublicStatistics
 from opacus_bc.statement import Facts, render, verdict
@@ -40,7 +41,7 @@ def test_the_statement_of_batch_clipping_names_every_part() -> None:
     train(module, *rest)
     text = eng.statement(1e-5)
     for part in (
-        f"({eng.get_epsilon(1e-5):.4g}, 1e-05)-differential privacy",
+        f"({rounded_up(eng.get_epsilon(1e-5))}, 1e-05)-differential privacy",
         "batch clipping of 2 mini-sets of 8 samples a step",
         "1 clip group",
         "add/remove one",
@@ -49,7 +50,7 @@ def test_the_statement_of_batch_clipping_names_every_part() -> None:
         "re-estimated on public data",
         f"40 samples, sha256 {describe(PUBLIC).sha256[:16]}",
         "3 steps with sigma_eff 1, accountant 'fdp'",
-        f"mu = {eng.accountant.get_mu(1e-5):.4g}",
+        f"mu = {rounded_up(eng.accountant.get_mu(1e-5))}",
         "not cryptographic",
         "the number of steps and every noise",
         "Not covered",
@@ -91,6 +92,14 @@ def test_shuffled_data_state_replace_one_and_half_the_noise_for_individual_clipp
     text = eng.statement(1e-5)
     assert "one sample (replace one); L2-sensitivity 2; noise multiplier now 1, effective 0.5" in text
     assert "shuffle" in text
+
+
+def test_no_epsilon_is_rounded_down() -> None:
+    text = render(facts(epsilon=7.9954901, mu=1.00001))
+    assert "(7.996, 1e-05)-differential privacy" in text
+    assert "7.9955 at delta" in text
+    assert "mu = 1.001" in text
+    assert "99.13" in verdict(facts(epsilon=99.121))
 
 
 def test_statistics_that_are_not_released_yet_are_not_said_to_be_counted() -> None:
@@ -145,7 +154,7 @@ def test_an_approximate_accountant_is_shown_beside_the_certified_value() -> None
     train(module, *rest)
     data = json.loads(eng.statement(1e-5, format="json"))
     assert data["certified_epsilon"] > data["epsilon"]
-    assert f"({data['certified_epsilon']:.4g}, 1e-05)" in data["verdict"]
+    assert f"({rounded_up(data['certified_epsilon'])}, 1e-05)" in data["verdict"]
     assert "an approximation, no bound" in eng.statement(1e-5)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from opacus_bc.accounting.display import rounded_up
 from opacus_bc.experiments import plots
 from opacus_bc.experiments.store import write_atomically, write_json
 from opacus_bc.experiments.summary import Row, recommend
@@ -71,7 +72,7 @@ def cells(row: Row) -> list[str]:
     return [
         row.title,
         f"{row.mean:.1f}{spread} %",
-        "∞" if not row.private else _number(row.epsilon, ".4g"),
+        "∞" if not row.private else "–" if row.epsilon is None else rounded_up(row.epsilon),
         row.adjacency if row.private else "–",
         _number(row.noise_multiplier, ".3g"),
         _number(row.sigma_eff, ".3g"),

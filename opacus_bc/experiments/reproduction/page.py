@@ -54,7 +54,7 @@ def _content(kind: str, name: str, results: Results) -> str:
     if kind == "value" and sheet in SHEETS:
         for fact in SHEETS[sheet].facts:
             if fact.key == key:
-                return tables.number(fact.ours())
+                return tables.fact_value(fact)
     raise ValueError(f"the page has a marker '{kind} {name}': there is no such {kind}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from opacus_bc.accounting.display import rounded_up
 from opacus_bc.experiments.reproduction.facts import Fact, Sheet, Value
 from opacus_bc.experiments.reproduction.registry import SPECS
 from opacus_bc.experiments.reproduction.results import Results, Row, check, rows_of
@@ -55,8 +56,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def _privacy(row: Row) -> str:
     if row.epsilon is not None:
-        return number(row.epsilon)
+        return rounded_up(row.epsilon)
     return NONE if row.privacy == "certified" else row.privacy
+
+
+def fact_value(fact: Fact) -> str:
+    """Our value; what is a certified bound is never rounded down."""
+    ours = fact.ours()
+    return rounded_up(ours) if fact.key.startswith("eps_") and isinstance(ours, float) else number(ours)
 
 
 def fact_cells(fact: Fact) -> tuple[str, ...]:
@@ -67,7 +74,7 @@ def fact_cells(fact: Fact) -> tuple[str, ...]:
         difference = f"{ours - fact.paper:+.2g}" if ours != fact.paper else "0"
     elif fact.paper is not None and isinstance(ours, str):
         difference = "same" if ours == fact.paper else "differs"
-    return (fact.name, number(ours), NONE if fact.paper is None else number(fact.paper), difference)
+    return (fact.name, fact_value(fact), NONE if fact.paper is None else number(fact.paper), difference)
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
