@@ -15,6 +15,7 @@ from opacus_bc.experiments.plan import Source
 from opacus_bc.experiments.reproduction import drawings, tables
 from opacus_bc.experiments.reproduction import page as page_module
 from opacus_bc.experiments.reproduction.facts import Sheet
+from opacus_bc.experiments.reproduction.guarantees import GUARANTEES
 from opacus_bc.experiments.reproduction.registry import select
 from opacus_bc.experiments.reproduction.results import Results, Row, rows_of
 from opacus_bc.experiments.reproduction.runs import execute, jobs_of, load_results, missing
@@ -65,7 +66,7 @@ def reproduce(
         download: let torchvision download what is missing.
         jobs: processes, with one thread each. Default: one for each core.
         train: train what is missing; --no-train only reports.
-        page: write the numbers of this Markdown page anew from what is kept; nothing is trained.
+        page: write the numbers and pictures of this Markdown page anew from what is kept; nothing is trained.
         json: print JSON instead of tables.
     """
     specs, sheets = select(only)
@@ -164,6 +165,8 @@ def _write(specs: Sequence[Spec], sheets: Sequence[Sheet], results: Results, fol
             parts += ["", f"![{spec.title}]({picture.name})"]
     for sheet in sheets:
         parts += ["", f"## {sheet.id}: {sheet.title} ({sheet.where})", "", tables.sheet_table(sheet)]
+        if sheet is GUARANTEES:
+            parts += ["", f"![{sheet.title}]({drawings.draw_guarantees(folder).name})"]
     write_atomically(folder / "report.md", ("\n".join(parts) + "\n").encode())
 
 

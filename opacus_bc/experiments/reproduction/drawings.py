@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from opacus_bc.experiments import plots
+from opacus_bc.experiments.reproduction.guarantees import GUARANTEES
 from opacus_bc.experiments.reproduction.results import Results, Row, rows_of
 from opacus_bc.experiments.reproduction.runs import family
 from opacus_bc.experiments.reproduction.specs import Spec, cell_of
@@ -32,6 +33,36 @@ def draw(spec: Spec, results: Results, folder: Path) -> Path | None:
         _along_axis(axes[1], spec, rows)
     figure.suptitle(f"{spec.title} ({spec.where})", fontsize="medium")
     path = folder / f"{spec.id}.png"
+    figure.savefig(path, dpi=plots.DPI)
+    return path
+
+
+def draw_guarantees(folder: Path) -> Path:
+    """What the printed guarantees amount to, by reading: epsilon at delta = 1e-5 on a logarithmic axis."""
+    facts = {fact.key: fact for fact in GUARANTEES.facts}
+    readings = {
+        "that G_μ taken at its word": ("claimed_2.5", "claimed_1.5"),
+        "C_q of the paper's theory": ("eps_2.5_partition", "eps_1.5_partition"),
+        "Poisson sampling": ("eps_2.5", "eps_1.5"),
+        "Poisson, L = 16 by tensor": ("eps_tensor",),
+        "Poisson, m = 1024": ("eps_1024",),
+        "a shuffled loader": ("eps_2.5_shuffle",),
+    }
+    figure = plots._figure(7.0, 3.0)
+    axes = figure.subplots()
+    for which, (sigma, marker) in enumerate((("2.5", "o"), ("1.5", "s"))):
+        points = [(facts[keys[which]].ours(), name) for name, keys in readings.items() if which < len(keys)]
+        axes.plot(
+            *zip(*points, strict=True), marker, color=plots._style(which)["color"], label=f"σ = {sigma}"
+        )
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="ε at δ = 1e-5, L = 8, m = 64, 50 epochs unless said otherwise")
+    ticks = (2, 5, 10, 20, 50)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.legend(fontsize="small", framealpha=0.7)
+    plots._tidy(axes)
+    path = folder / f"{GUARANTEES.id}.png"
     figure.savefig(path, dpi=plots.DPI)
     return path
 
@@ -73,13 +104,13 @@ def _along_axis(axes: Any, spec: Spec, rows: Sequence[Row]) -> None:
                 axes.plot(*zip(*points, strict=True), "o", label=f"ours, {variant}{note}")
     stars = sorted({(row.run.x, row.paper.value) for row in rows if row.run.x is not None and row.paper})
     if stars:
-        axes.plot(*zip(*stars, strict=True), "k*", markersize=9, label="the paper")
+        axes.plot(*zip(*stars, strict=True), "k*", markersize=11, markerfacecolor="none", label="the paper")
     places = sorted({row.run.x for row in rows if row.run.x is not None})
     if len(places) > 1:
         axes.set_xscale("log")
     axes.set_xticks(places, [f"{x:g}" for x in places])
     axes.set_xticks([], minor=True)
-    axes.set(xlabel=spec.axis, ylabel="test accuracy at the last epoch, %")
+    axes.set(xlabel={"sigma": "σ"}.get(spec.axis, spec.axis), ylabel="test accuracy at the last epoch, %")
     axes.legend(fontsize="x-small", framealpha=0.7)
     plots._tidy(axes)
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from opacus_bc.experiments.reproduction import tables
+from opacus_bc.experiments.reproduction import drawings, tables
 from opacus_bc.experiments.reproduction.facts import Sheet
+from opacus_bc.experiments.reproduction.guarantees import GUARANTEES
 from opacus_bc.experiments.reproduction.registry import SPECS
 from opacus_bc.experiments.reproduction.results import Results, rows_of, slow_norms
 from opacus_bc.experiments.reproduction.sheets import SHEETS
 from opacus_bc.experiments.reproduction.specs import Spec
 from opacus_bc.experiments.store import write_atomically
 
+PICTURES = "images/reproduction"  # beside the page
+_ENOUGH_EPOCHS = 5
 _MARKER = re.compile(r"(<!-- (table|value|summary|state)(?: ([\w.]+))? -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -47,15 +50,26 @@ def _content(kind: str, name: str, results: Results) -> str:
     if kind == "state":
         return _state(results)
     if kind == "table" and name in SPECS:
-        return _title(SPECS[name]) + tables.spec_table(SPECS[name], results)
+        picture = f"\n\n{_link(SPECS[name])}" if _drawn(SPECS[name], results) else ""
+        return _title(SPECS[name]) + tables.spec_table(SPECS[name], results) + picture
     if kind == "table" and name in SHEETS:
-        return _title(SHEETS[name]) + tables.sheet_table(SHEETS[name])
+        picture = f"\n\n{_link(SHEETS[name])}" if name == GUARANTEES.id else ""
+        return _title(SHEETS[name]) + tables.sheet_table(SHEETS[name]) + picture
     sheet, _, key = name.partition(".")
     if kind == "value" and sheet in SHEETS:
         for fact in SHEETS[sheet].facts:
             if fact.key == key:
                 return tables.fact_value(fact)
     raise ValueError(f"the page has a marker '{kind} {name}': there is no such {kind}")
+
+
+def _link(part: Spec | Sheet) -> str:
+    return f"![{part.title}]({PICTURES}/{part.id}.png)"
+
+
+def _drawn(spec: Spec, results: Results) -> bool:
+    """Whether a figure has curves that are worth a picture."""
+    return any(row.epoch >= _ENOUGH_EPOCHS for row in rows_of(spec, results))
 
 
 def _title(part: Spec | Sheet) -> str:
@@ -89,7 +103,7 @@ def _state(results: Results) -> str:
 
 
 def refresh(path: Path, results: Results) -> bool:
-    """Write the page's marked parts anew; returns whether anything changed.
+    """Write the page's marked parts and its pictures anew; returns whether the text changed.
 
     Raises:
         ValueError: The page does not exist or has a marker that makes no sense.
@@ -100,4 +114,12 @@ def refresh(path: Path, results: Results) -> bool:
     after = render(before, results)
     if after != before:
         write_atomically(path, after.encode())
+    folder = path.parent / PICTURES
+    for spec in SPECS.values():
+        if _link(spec) in after:
+            folder.mkdir(parents=True, exist_ok=True)
+            drawings.draw(spec, results, folder)
+    if _link(GUARANTEES) in after:
+        folder.mkdir(parents=True, exist_ok=True)
+        drawings.draw_guarantees(folder)
     return after != before

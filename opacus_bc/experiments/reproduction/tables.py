@@ -118,7 +118,7 @@ def claims_of(spec: Spec, rows: Sequence[Row]) -> list[tuple[Any, str]]:
         answers = {variant: check(claim, rows, variant) for variant in variants}
         said = {variant: words for variant, words in answers.items() if words != "not run"}
         if not claim.labels:
-            found.append((claim, "a curve in the paper; see our picture"))
+            found.append((claim, "in words and curves only, no number to check"))
         else:
             found.append((claim, "; ".join(f"{v}: {words}" for v, words in said.items()) or "not run"))
     return found
