@@ -1,6 +1,6 @@
 """Claim: batch clipping costs little more than plain SGD; IC with public BatchNorm what stock Opacus costs.
 
-    python benchmarks/performance.py [--parts networks batch parameters accounting] [--rounds 5] [--page]
+    python benchmarks/performance.py [--parts networks batch ...] [--rounds 5] [--memory] [--page]
 
 Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process
 with one thread, by CPU time, so that other processes disturb little; a ratio is the median over rounds of the
@@ -8,7 +8,8 @@ ratio to plain SGD in the same round. glibc is told to keep freed memory: by def
 back to the system again and again, and who pays for that changes from run to run. Memory is that of all
 tensors (`opacus_bc.experiments.measure.TensorMemory`), at its peak. Stock Opacus trains the network with
 GroupNorm (the transformer: LayerNorm). Results are kept in ``results/performance.json`` part by part;
-``--page`` only writes docs/performance.md and its pictures from them and from ``results/sampling.json``.
+``--memory`` measures memory anew and keeps the times; ``--page`` only writes docs/performance.md and its
+pictures from what is kept and from ``results/sampling.json``.
 """
 
 from __future__ import annotations
@@ -54,10 +55,18 @@ BATCH, REFRESH, ROUND_SECONDS = 64, 10, 0.3
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
-def stepper(method: str, network: str, batch: int) -> Callable[[], None]:
-    """A function that trains one logical step of ``method``."""
+def examples(network: str, batch: int) -> tuple[TensorDataset, TensorDataset]:
+    """Private and public data."""
     torch.manual_seed(0)
     data, public = (networks.examples(network, n) for n in (4 * batch, 4 * batch))
+    return data, public
+
+
+def stepper(
+    method: str, network: str, batch: int, data: TensorDataset, public: TensorDataset
+) -> Callable[[], None]:
+    """A function that trains one logical step of ``method``."""
+    torch.manual_seed(0)
     private = method != "plain SGD"
     individual, stock = method.startswith(("IC", "Opacus")), method.startswith("Opacus")
     model = networks.build(network, norm="group" if stock else "batch")
@@ -101,7 +110,7 @@ def stepper(method: str, network: str, batch: int) -> Callable[[], None]:
 def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each method: time and memory over plain SGD's."""
     memory = {method: peak(method, network, batch) for method in methods}
-    steps = {method: stepper(method, network, batch) for method in methods}
+    steps = {method: stepper(method, network, batch, *examples(network, batch)) for method in methods}
     for step in steps.values():
         step()
     repeats = max(1, round(ROUND_SECONDS / timed(steps["plain SGD"], 3)))
@@ -144,10 +153,11 @@ def spread(ratios: list[float]) -> dict[str, float]:
 
 
 def peak(method: str, network: str, batch: int) -> int:
-    """Bytes of all tensors at the peak of two steps."""
-    memory = TensorMemory()
+    """Bytes of all tensors but the data at the peak of two steps."""
+    parts = examples(network, batch)
+    memory = TensorMemory(outside=[tensor for part in parts for tensor in part.tensors])
     with memory:
-        step = stepper(method, network, batch)
+        step = stepper(method, network, batch, *parts)
         for _ in range(2):
             step()
     return memory.peak
@@ -194,11 +204,22 @@ PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
 }
 
 
+def remember(rows: list[dict[str, Any]]) -> None:
+    """Measure the memory of kept rows anew; plain SGD comes first in every group."""
+    plain = 0
+    for row in rows:
+        own = peak(row["method"], row["network"], row["batch"])
+        plain = own if row["method"] == "plain SGD" else plain
+        row |= {"memory": own / plain, "peak_mib": own / 2**20}
+        print(f"{row['network']:12} m={row['batch']:<5}{row['method']:30}{row['memory']:6.2f}x", flush=True)
+
+
 def main() -> None:
     """Measure what was asked for, keep it, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="measure memory only")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if not args.page and not KEEP_MEMORY.items() <= os.environ.items():
@@ -206,7 +227,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for part in () if args.page else args.parts:
+    for part in args.parts if args.memory else ():
+        if part != "accounting":
+            remember(kept[part]["rows"])
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    for part in () if args.page or args.memory else args.parts:
         kept[part] = {"rounds": args.rounds, "rows": PARTS[part](args.rounds)}
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     write_page(kept, json.loads((RESULTS.parent / "sampling.json").read_text()))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import importlib
 import io
 import json
+import linecache
 import os
 import re
 import shlex
@@ -13,18 +16,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from experiments_support import other_epsilon
+from experiments_support import other_epsilon, tiny_cell, tiny_data
 
 from opacus_bc import cli
 from opacus_bc.experiments import compare as command
-from opacus_bc.experiments import measure, report
+from opacus_bc.experiments import measure, plan, report
 from opacus_bc.experiments.methods import METHODS
+from opacus_bc.experiments.store import key
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["compare", "--methods", "opacus", "gbc-16", "--seeds", "2", "--epochs", "1", "--jobs", "1"]
@@ -276,6 +280,54 @@ def test_a_users_own_folder_and_factory_are_accepted(
     assert printed["facts"]["dataset"] == "pets"
     assert printed["facts"]["delta"] == 0.01
     assert (tmp_path / "runs" / "compare-pets" / "report.html").exists()
+
+
+def test_kept_results_are_of_the_same_data_and_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tiny_data()
+    module = tmp_path / "my_model_of_today.py"
+    module.write_text("def factory(): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(module.stem)
+    before = plan.fingerprint(data, f"{module.stem}:factory")
+    assert before == plan.fingerprint(data, f"{module.stem}:factory")
+    assert plan.fingerprint(None, None) == ""
+    data.test.tensors[0][0, 0, 0, 0] += 1
+    other_data = plan.fingerprint(data, f"{module.stem}:factory")
+    module.write_text("def factory(): pass")
+    linecache.clearcache()
+    other_model = plan.fingerprint(data, f"{module.stem}:factory")
+    assert len({before, other_data, other_model}) == 3
+    cell = tiny_cell("no-dp", epochs=1)
+    assert key(cell) == key(replace(cell, content="")) != key(replace(cell, content=before))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def factory(:", "cannot import module"),
+        ("raise KeyError('x')", "cannot import module"),
+        ("def factory(): raise AttributeError('no such layer')", "no such layer"),
+        ("def factory(): assert False", "AssertionError"),
+    ],
+)
+def test_a_broken_model_factory_gives_one_line(
+    source: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "broken_" + hashlib.sha256(source.encode()).hexdigest()[:8]
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["compare", "--model", f"{name}:factory"]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_budget_is_shared_by_name_with_its_plot() -> None:

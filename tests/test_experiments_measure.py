@@ -50,3 +50,17 @@ def test_memory_of_training_is_the_same_every_time_and_mini_sets_need_less() -> 
     found = {name: peak_bytes(replace(cell, method=METHODS[name]), data) for name in ("bc", "gbc-8", "ic")}
     assert peak_bytes(cell, data) == pytest.approx(found["bc"], rel=0.2)  # draws differ in size
     assert found["gbc-8"] < found["bc"] < found["ic"]
+
+
+def test_the_data_set_does_not_count_and_neither_do_its_rows() -> None:
+    images = torch.zeros(1000, 100)
+    with TensorMemory(outside=[images]) as memory:
+        rows = [images[i] for i in range(5)]
+        batch = torch.stack(rows)
+    assert memory.peak == batch.nbytes == 5 * 400
+    data = load("digits")
+    cell = Cell(
+        method=METHODS["no-dp"], dataset="digits", model="smallnet", delta=1e-4, epochs=1, batch_size=4,
+        lr=0.1, clip=1.0, seed=0,
+    )  # fmt: skip
+    assert peak_bytes(cell, data) < data.private.tensors[0].nbytes / 4

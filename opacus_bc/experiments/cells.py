@@ -39,6 +39,7 @@ class Cell:
             `opacus_bc.experiments.as_published`.
         lr_on_plateau: Whether the learning rate only decays after an epoch whose test accuracy did not rise.
         record_norms: Whether the layers' gradient norms on public data are kept for every epoch.
+        content: Fingerprint of a user's own data or model; empty for those that this package knows by name.
         channels_last: Whether the weights are laid out channels last, which is faster for convolutions.
     """
 
@@ -64,6 +65,7 @@ class Cell:
     published: bool = field(default=False, metadata=LATER)
     lr_on_plateau: bool = field(default=False, metadata=LATER)
     record_norms: bool = field(default=False, metadata=LATER)
+    content: str = field(default="", metadata=LATER)
     channels_last: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:

@@ -197,7 +197,10 @@ def _measure(
     with Bar("measuring", [1] * len(missing)) as bar:
         work = partial(measure_cell, baseline=baseline, source=plan.source)
         for index, costs in run_all(work, missing, jobs=plan.jobs, on_progress=bar.report):
-            if not isinstance(costs, Exception):
+            if isinstance(costs, Exception):
+                name = missing[index].method.title
+                print(f"opacus-bc: the cost of {name} could not be measured: {costs}", file=sys.stderr)
+            else:
                 write_json(plan.store.cost(missing[index]), costs)
     found = {cell: read_json(plan.store.cost(cost)) or {} for cell, cost in known.items()}
     return {cost_name(cell.epsilon, cell.method.name): cost for cell, cost in found.items()}

@@ -309,5 +309,5 @@ def _pixels(raw: Any) -> Tensor:
 def _missing(what: str, root: Path, files: str, reason: str) -> FileNotFoundError:
     return FileNotFoundError(
         f"{what} is not in {root.resolve()} ({reason}); expected {files}. Put the files there, name another "
-        "folder, or let torchvision download them (download=True)"
+        "folder, or let torchvision download them (download=True; on the command line --download)"
     )

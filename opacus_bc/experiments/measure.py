@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -63,12 +63,16 @@ def time_ratio(cell: Cell, baseline: Cell, data: Data, *, rounds: int = ROUNDS) 
 class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Counts the bytes of all tensors that were made while it is open and still live, and their peak.
 
+    Args:
+        outside: Tensors that do not count, nor do views of them: a batch may hold rows of the data set.
+
     Storages are followed by weak reference, so what autograd keeps for the backward pass counts, and the same
     training gives the same number on every machine. What kernels use inside themselves does not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outside: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._outside = {_reference(tensor.untyped_storage()) for tensor in outside}
         self._sizes: dict[Any, int] = {}  # by weak reference to a storage
         self._bytes = 0  # of everything in _sizes, some of which may be gone
         self.peak = 0
@@ -82,7 +86,9 @@ class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's has no types
+        reference = _reference(storage)
+        if reference in self._outside:
+            return
         if reference not in self._sizes:
             self._sizes[reference] = storage.nbytes()
             self._bytes += storage.nbytes()
@@ -92,6 +98,10 @@ class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self.peak = max(self.peak, self._bytes)
 
 
+def _reference(storage: torch.UntypedStorage) -> Any:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's has no types
+
+
 def peak_bytes(cell: Cell, data: Data) -> int:
     """Peak of model, optimizer, batch, activations and gradients over the first steps, without the data set.
 
@@ -99,7 +109,8 @@ def peak_bytes(cell: Cell, data: Data) -> int:
         cell: With its noise given: a calibration would be measured too.
         data: Already loaded, so that it does not count.
     """
-    memory = TensorMemory()
+    parts = (data.private, data.public, data.test)
+    memory = TensorMemory(outside=[tensor for part in parts for tensor in part.tensors])
     with memory:
         run = stepper(cell, data)
         for _ in range(STEPS):

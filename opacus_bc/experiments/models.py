@@ -236,11 +236,12 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
         raise ValueError(f"model {name!r}: not one of {known}, nor of the form 'package.module:factory'")
     module_name, _, attribute = name.partition(":")
     try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, ValueError) as error:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may fail in any way it likes
         raise ValueError(f"model {name!r}: cannot import module {module_name!r} ({error})") from error
-    except AttributeError as error:
-        raise ValueError(f"model {name!r}: module {module_name!r} has no {attribute!r}") from error
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        raise ValueError(f"model {name!r}: module {module_name!r} has no {attribute!r}")
     if not callable(factory):
         raise ValueError(f"model {name!r}: {attribute!r} is a {type(factory).__name__}, not a callable")
     found: Callable[..., nn.Module] = factory

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
 import math
 import os
 import shlex
@@ -55,6 +58,7 @@ class Plan:
     epochs: int
     jobs: int
     store: Store
+    content: str = ""
 
     def cell(self, method: Method, budget: float | None, setting: Setting, seed: int) -> Cell:
         """One run."""
@@ -69,6 +73,7 @@ class Plan:
             lr=setting.lr,
             clip=setting.clip,
             seed=seed,
+            content=self.content,
         )
 
     def command(self, *, tune: bool) -> str:
@@ -126,6 +131,8 @@ def make_plan(
     models.find_factory(model or preset.model)  # a wrong name is told before a data set is read
     found = source.load()
     _check_model(model or preset.model, found)
+    own_data = source.dataset not in data_sets.NAMES
+    content = fingerprint(found if own_data else None, model if model is not None and ":" in model else None)
     name = Path(source.dataset).name
     store = Store(out if out is not None else Path("runs") / f"compare-{name}")
     store.check_writable()
@@ -138,6 +145,7 @@ def make_plan(
         methods=tuple(selected),
         seeds=seeds,
         epochs=chosen,
+        content=content,
         jobs=processes,
         store=store,
     )
@@ -150,14 +158,33 @@ def _check_model(model: str, found: data_sets.Data) -> None:
         network = models.build(model, in_channels=found.in_channels, num_classes=found.num_classes).eval()
         with torch.no_grad():
             outputs = network(images)
-    except (RuntimeError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a user's factory may fail in any way it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"--model {model}: fails on images of {tuple(images.shape[1:])}: {reason}"
         ) from error
     shape = tuple(getattr(outputs, "shape", ()))
     if len(shape) != 2 or shape[1] < found.num_classes:
         raise ValueError(f"--model {model}: gives {shape} for 2 images of {found.num_classes} classes")
+
+
+def fingerprint(own_data: data_sets.Data | None, own_model: str | None) -> str:
+    """What a user's own images and model are, beside their names: changed ones must not get kept results.
+
+    Empty without either; a model is known by the source of the module that its factory is in.
+    """
+    if own_data is None and own_model is None:
+        return ""
+    digest = hashlib.sha256()
+    if own_data is not None:
+        for part in (own_data.private, own_data.public, own_data.test):
+            for tensor in part.tensors:
+                digest.update(str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+    if own_model is not None:
+        module = sys.modules[own_model.partition(":")[0]]
+        with contextlib.suppress(OSError, TypeError):  # some modules have no source
+            digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()[:20]
 
 
 def automatic_delta(private_size: int) -> float:

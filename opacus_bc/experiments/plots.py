@@ -81,7 +81,7 @@ def by_method(rows: Sequence[Row]) -> Any:
             row.mean,
             names.index(row.name),
             xerr=row.spread or 0.0,
-            marker=_MARKERS[budgets.index(row.budget)],  # type: ignore[arg-type]  # private rows have one
+            marker=_MARKERS[budgets.index(row.budget) % len(_MARKERS)],  # type: ignore[arg-type]  # private rows have one
             markersize=6.5,
             markerfacecolor=_FAMILIES[row.family] if newest else "white",
             color=_FAMILIES[row.family],
@@ -93,7 +93,7 @@ def by_method(rows: Sequence[Row]) -> Any:
         at.plot(
             [],
             [],
-            _MARKERS[index],
+            _MARKERS[index % len(_MARKERS)],
             color="0.3",
             markerfacecolor=face,
             label=f"ε = {budget:g}",
@@ -105,7 +105,7 @@ def by_method(rows: Sequence[Row]) -> Any:
             plain.mean, color="0.55", linestyle="--", linewidth=1.0, label=f"no privacy ({plain.mean:.1f} %)"
         )
     at.set_yticks(range(len(names)), [next(row.title for row in shown if row.name == n) for n in names])
-    at.invert_yaxis()
+    at.set_ylim(len(names) - 0.5, -0.5)
     at.set_xlim(0, 102)
     at.set_xlabel("test accuracy, %")
     figure.legend(fontsize="small", loc="outside upper center", ncols=len(budgets) + 1, frameon=False)

@@ -29,7 +29,8 @@ LEGEND = (
     "σ/√L for L separately clipped groups. "
     "**2s**: noise on the mean update relative to individual clipping at equal C, σ and batch size (2s for "
     "mini-sets of s samples). "
-    "**time**: per epoch; **memory**: of all tensors but the data set, at its peak; both relative to plain "
+    "**time**: per epoch, the median of three rounds and their range; **memory**: of all tensors but the "
+    "data set, at its peak; both relative to plain "
     "SGD, as trained here. "
     "**batch**, **lr**, **C**: expected batch size, learning rate, clip bound."
 )
@@ -78,12 +79,19 @@ def cells(row: Row) -> list[str]:
         _number(row.sigma_eff, ".3g"),
         "–" if row.groups is None else str(row.groups),
         _number(row.noise_factor, "g"),
-        _number(row.time, ".2f", " ×"),
+        _number(row.time, ".2f", " ×") + _range(row),
         _number(row.memory, ".2f", " ×"),
         str(row.batch_size),
         f"{row.lr:.3g}",
         f"{row.clip:.3g}" if row.private else "–",
     ]
+
+
+def _range(row: Row) -> str:
+    """Least and largest ratio of the rounds; nothing for plain SGD itself."""
+    if row.time_low is None or row.time_high is None or row.time_low == row.time_high:
+        return ""
+    return f" ({row.time_low:.2f}–{row.time_high:.2f})"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -117,7 +125,8 @@ def markdown(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
     lines += _spaced(comparison.recommendation)
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in comparison.rows]
-    lines += ["", LEGEND, ""]
+    told = ("optimizer", "individual clipping", "sampling")
+    lines += ["", LEGEND, "", *(f"- {name}: {comparison.facts[name]}" for name in told), ""]
     lines += [f"- {name} failed: {reason}" for name, reason in comparison.failures.items()]
     for title, path in pictures.items():
         lines += ["", f"## {title}", "", f"![{title}]({path.name})"]

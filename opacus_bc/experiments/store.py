@@ -116,5 +116,5 @@ class Store:
         return self.root / "cells" / f"{key(config)}.pt"
 
     def cost(self, config: Any) -> Path:
-        """Where the measured cost of a method is kept."""
-        return self.root / "costs" / f"{key(config)}.json"
+        """Where the measured cost of a method is kept; the name changes with what is counted."""
+        return self.root / "costs" / f"{key(config)}-2.json"

@@ -293,5 +293,6 @@ NOT_A_RELEASE = (
     "What ε is about: one run of a method with secret randomness. The runs here are seeded, so that anybody "
     "can repeat them; there are several on the same data, and the one without privacy protects nobody. A "
     "tenth of the training images, drawn at random, counts as public and is not protected, nor are the test "
-    "images. So this report compares methods; it is not itself a private release of the data."
+    "images; normalisation constants and the number of classes are those of the whole data set. So this "
+    "report compares methods; it is not itself a private release of the data."
 )
