@@ -280,6 +280,8 @@ def test_a_users_own_folder_and_factory_are_accepted(
     assert printed["facts"]["dataset"] == "pets"
     assert printed["facts"]["delta"] == 0.01
     assert (tmp_path / "runs" / "compare-pets" / "report.html").exists()
+    kept = (tmp_path / "runs" / "compare-pets" / "cells").glob("*.json")
+    assert all(len(json.loads(path.read_text())["cell"]["content"]) == 20 for path in kept)
 
 
 def test_kept_results_are_of_the_same_data_and_the_same_model(
