@@ -199,7 +199,10 @@ axes[0].set_ylabel("test accuracy, %")
 plt.show()
 
 # %% [markdown]
-# @@CONCLUSION@@
+# - At σ = 0.5 the paper's 84.80 % is reached to a tenth of a point, and a smaller bound does as well.
+# - At σ = 1.5 and 2.5 ours end about 20 points below. The printed recipe does not get there in our hands; neither does clipping by tensor, and with the noise of an older version of the public code (divided
+#   by m) accuracy is far above what is printed. The documentation lists what else may differ.
+# - The starred rows are too short to say more than that noise costs a lot.
 #
 # ## The same budget, spent differently
 #
@@ -235,5 +238,5 @@ plt.show()
 #
 # - The paper's two ideas hold: clipping a whole mini-set is Gaussian DP with sensitivity 2C, and L separately noised layers cost √L.
 # - Its printed guarantee is for the gradients alone. To have one for the *model*, BatchNorm's statistics must come from elsewhere: `batch_norm=`.
-# - @@ACCURACY@@
+# - Of its accuracies on MNIST the one with little noise (σ = 0.5, ε in the hundreds) is reached, those with real noise are not.
 # - σ says little without L, the sampling and the number of steps. Ask for `engine.statement(delta)`.
