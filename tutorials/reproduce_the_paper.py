@@ -200,7 +200,7 @@ plt.show()
 
 # %% [markdown]
 # - At σ = 0.5 the paper's 84.80 % is reached to a tenth of a point, and a smaller bound does as well.
-# - At σ = 1.5 and 2.5 ours end about 20 points below. The printed recipe does not get there in our hands; neither does clipping by tensor, and with the noise of an older version of the public code (divided
+# - At σ = 1.5 and 2.5 ours end about 20 points below. The printed recipe does not get there in our hands; neither does clipping by tensor (ten epochs), and with the noise of an older version of the public code (divided
 #   by m) accuracy is far above what is printed. The documentation lists what else may differ.
 # - The starred rows are too short to say more than that noise costs a lot.
 #

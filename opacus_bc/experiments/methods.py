@@ -102,7 +102,7 @@ _ALL = (
 )
 _ON_REQUEST = (
     _mini_sets(16, scale=True),
-    _batch("bc-alc-partition", "BC + ALC, fixed partition", Layerwise(), sampling="partition"),
+    _batch("bc-alc-partition", "BC + ALC, fixed partition (replace one)", Layerwise(), sampling="partition"),
     Method(name="ic-alc", title="IC + ALC, public BatchNorm", alc=Layerwise()),
     Method(name="ic-diff", title="IC, public BN differentiated", differentiate=True),
 )
