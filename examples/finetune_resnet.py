@@ -11,6 +11,7 @@ are synthetic images of CIFAR's shape, so that the script runs anywhere; put you
 from __future__ import annotations
 
 import argparse
+import math
 import time
 
 import torch
@@ -67,7 +68,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         print(f"epoch {epoch + 1}: {time.perf_counter() - started:.1f} s")
-    print(f"epsilon {engine.get_epsilon(1e-4):.2f} at delta 1e-4 after {len(engine.accountant)} steps")
+    epsilon = math.ceil(100 * engine.get_epsilon(1e-4)) / 100  # an upper bound is rounded up
+    print(f"epsilon {epsilon:.2f} at delta 1e-4 after {len(engine.accountant)} steps")
 
     released = engine.finalize(model).eval()
     x, y = images(256, seed=3).tensors

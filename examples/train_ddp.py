@@ -10,6 +10,7 @@ draw out to the ranks. Draws, noise and epsilon are those of one process. The da
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -70,9 +71,10 @@ def main() -> None:
     released = engine.finalize(model).eval()
     x, y = data(1024, seed=3).tensors
     accuracy = (released(x).argmax(1) == y).float().mean()
+    epsilon = math.ceil(100 * engine.get_epsilon(1e-5)) / 100  # an upper bound is rounded up
     print(
-        f"rank {dist.get_rank()}: epsilon {engine.get_epsilon(1e-5):.2f} after {len(engine.accountant)} "
-        f"steps, test accuracy {accuracy:.1%}",
+        f"rank {dist.get_rank()}: epsilon {epsilon:.2f} after {len(engine.accountant)} steps, "
+        f"test accuracy {accuracy:.1%}",
         flush=True,
     )
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ all the data, with the global batch size; each mini-set is split over the ranks.
 from __future__ import annotations
 
 import argparse
+import math
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,8 @@ def main() -> None:
     held = sum(p.to_local().numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())
     state = get_model_state_dict(engine.finalize(model), options=StateDictOptions(full_state_dict=True))
-    line = f"epsilon {engine.get_epsilon(1e-5):.2f} after {len(engine.accountant)} steps"
+    epsilon = math.ceil(100 * engine.get_epsilon(1e-5)) / 100  # an upper bound is rounded up
+    line = f"epsilon {epsilon:.2f} after {len(engine.accountant)} steps"
     if dist.get_rank() == 0:  # the whole model, for whoever receives it
         released = network()
         released.load_state_dict(state)

@@ -108,7 +108,7 @@ plt.show()
 # ```
 #
 # The data are 4,096 synthetic points of two classes, told apart by a direction, so 50 % is guessing. The model has BatchNorm. The target is ε = 20 at δ = 10⁻⁵. We start
-# the script with `torchrun`. (It prints ε to the nearest hundredth.)
+# the script with `torchrun`.
 
 # %%
 folder = tempfile.TemporaryDirectory()
