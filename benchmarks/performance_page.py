@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opacus_bc.accounting.display import rounded_up
+
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 Rows = Sequence[Mapping[str, Any]]
 TARGETS = {  # (network, method): (limit, relative to)
@@ -81,13 +83,21 @@ def _growth(title: str, words: str, key: str, picture: str) -> Any:
         values = sorted({row[key] for row in rows})
         found = {(row[key], row["method"]): row for row in rows}
         methods = list(dict.fromkeys(row["method"] for row in rows))
-        head = ["time / memory", *(f"{value:,}" for value in values)]
-        body = [
-            [m, *(f"{found[v, m]['time']:.2f} / {found[v, m]['memory']:.2f}" for v in values)]
-            for m in methods
-            if m != "plain SGD"
-        ]
-        return f"## {title}\n\n{words}\n\n![{title}]({picture})\n\n{_table(head, body)}"
+        head = ["", *(f"{value:,}" for value in values)]
+        methods = [method for method in methods if method != "plain SGD"]
+        times = _table(head, [[m, *(_figure(found[v, m]) for v in values)] for m in methods])
+        memory = _table(head, [[m, *(f"{found[v, m]['memory']:.2f}" for v in values)] for m in methods])
+        return "\n\n".join(
+            [
+                f"## {title}",
+                f"{words} {part['rounds']} rounds.",
+                f"![{title}]({picture})",
+                "**Time** of a step over plain SGD's:",
+                times,
+                "**Peak memory** over plain SGD's:",
+                memory,
+            ]
+        )
 
     return render
 
@@ -120,13 +130,14 @@ def _draw(rows: Rows, key: str, picture: str) -> None:
 
 def _accounting(part: Mapping[str, Any]) -> str:
     body = [
-        [f"{row['sigma']:g}", f"{row['steps']:,}", f"{row['epsilon']:.4g}", _figure(row)]
+        [f"{row['sigma']:g}", f"{row['steps']:,}", rounded_up(row["epsilon"]), _figure(row)]
         for row in part["rows"]
     ]
     return "\n\n".join(
         [
             "## Accounting",
-            "CPU time of a certified upper bound on ε at q = 0.01, δ = 10⁻⁵, over that of σ = 1, T = 1,000:",
+            "CPU time of a certified upper bound on ε at q = 0.01, δ = 10⁻⁵, over that of σ = 1, T = 1,000, "
+            f"{part['rounds']} rounds:",
             _table(["σ", "steps T", "ε", "time"], body),
             "Against dp-accounting and Opacus's PRV at equal certified width: `benchmarks/accounting.py`.",
         ]
@@ -134,11 +145,15 @@ def _accounting(part: Mapping[str, Any]) -> str:
 
 
 def _sampling(sampling: Mapping[str, Any]) -> str:
-    body = [[f"{row['N']:,}", f"{row['ratio']:g}"] for row in sampling["rows"]]
+    body = [
+        [f"{row['N']:,}", f"{row['ratio']:.3g} ({row['low']:.3g}–{row['high']:.3g})"]
+        for row in sampling["rows"]
+    ]
     return "\n\n".join(
         [
             "## Sampling",
-            f"Time of Opacus's Poisson draw over ours, expected batch {sampling['batch']:,}:",
+            f"Time of Opacus's Poisson draw over ours, expected batch {sampling['batch']:,}, "
+            f"{sampling['rounds']} rounds (median and quartiles):",
             _table(["N", "ratio"], body),
         ]
     )

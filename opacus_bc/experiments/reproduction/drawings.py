@@ -90,18 +90,22 @@ def _over_epochs(axes: Any, rows: Sequence[Row]) -> None:
             colour = plots._style(labels.index(row.run.label))["color"]
             axes.plot(row.paper.epoch, row.paper.value, marker="*", color=colour, markersize=9)
     axes.set(xlabel="epoch", ylabel="test accuracy, % (stars: the paper)")
-    axes.legend(fontsize="x-small", framealpha=0.7)
+    _legend(axes)
     plots._tidy(axes)
 
 
 def _along_axis(axes: Any, spec: Spec, rows: Sequence[Row]) -> None:
     placed = [row for row in _unique(rows) if row.run.x is not None]
-    for variant in dict.fromkeys(row.variant for row in placed):
-        for limit in dict.fromkeys(row.limit for row in placed):
-            points = [(row.run.x, row.ours) for row in placed if (row.variant, row.limit) == (variant, limit)]
-            if points:
-                note = f", {limit:,} images" if limit else ""
-                axes.plot(*zip(*points, strict=True), "o", label=f"ours, {variant}{note}")
+    variants = list(dict.fromkeys(row.variant for row in placed))
+    for kind in dict.fromkeys((row.variant, row.epoch, row.limit) for row in placed):
+        variant, epoch, limit = kind
+        points = [(row.run.x, row.ours) for row in placed if (row.variant, row.epoch, row.limit) == kind]
+        colour = plots._style(variants.index(variant))["color"]
+        whole = epoch == spec.epochs and limit is None
+        axes.plot(
+            *zip(*points, strict=True), "o", color=colour, markerfacecolor=colour if whole else "none",
+            label=f"ours, {variant}, epoch {epoch}" + (f", {limit:,} images" if limit else ""),
+        )  # fmt: skip
     stars = sorted({(row.run.x, row.paper.value) for row in rows if row.run.x is not None and row.paper})
     if stars:
         axes.plot(*zip(*stars, strict=True), "k*", markersize=11, markerfacecolor="none", label="the paper")
@@ -110,9 +114,18 @@ def _along_axis(axes: Any, spec: Spec, rows: Sequence[Row]) -> None:
         axes.set_xscale("log")
     axes.set_xticks(places, [f"{x:g}" for x in places])
     axes.set_xticks([], minor=True)
-    axes.set(xlabel={"sigma": "σ"}.get(spec.axis, spec.axis), ylabel="test accuracy at the last epoch, %")
-    axes.legend(fontsize="x-small", framealpha=0.7)
+    axes.set(
+        xlabel={"sigma": "σ"}.get(spec.axis, spec.axis), ylabel="test accuracy, % (hollow: a partial run)"
+    )
+    _legend(axes)
     plots._tidy(axes)
+
+
+def _legend(axes: Any) -> None:
+    """Inside while it is short, below the panel where it would hide curves."""
+    many = len(axes.get_legend_handles_labels()[1]) > 6
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2, "frameon": False}
+    axes.legend(fontsize="x-small", **(below if many else {"framealpha": 0.7}))
 
 
 def _recorded(spec: Spec, results: Results) -> list[dict[str, float]]:
