@@ -20,6 +20,7 @@ from collections.abc import Callable
 from accounting_table import Setting, limited, with_dp_accounting, with_prv
 
 from opacus_bc.accounting import query
+from opacus_bc.accounting.display import rounded_up
 from opacus_bc.accounting.lattice import Step
 
 ROUNDS = 3
@@ -108,7 +109,8 @@ def main() -> None:
             key: f"{values[-1]:.1f} x" if math.isfinite(values[-1]) else "-" for key, values in ratios.items()
         }
         print(
-            f"| {name} | {upper:.5g} | {width:.2g} | {times['ours']:.3f} | {shown['dp']} | {shown['prv']} "
+            f"| {name} | {rounded_up(upper, 5)} | {width:.2g} "
+            f"| {times['ours']:.3f} | {shown['dp']} | {shown['prv']} "
             f"| {times['ours upper']:.3f} | {shown['dp upper']} |",
             flush=True,
         )

@@ -1,10 +1,13 @@
-"""Claim: batch clipping costs little more than plain SGD; IC with public BatchNorm what stock Opacus costs.
+"""Claim: batch clipping costs little more than plain SGD on convolutional networks; IC with public BatchNorm
+costs what stock Opacus costs.
 
     python benchmarks/performance.py [--parts networks batch ...] [--rounds 5] [--memory] [--page]
 
 Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process
 with one thread, by CPU time, so that other processes disturb little; a ratio is the median over rounds of the
-ratio to plain SGD in the same round. glibc is told to keep freed memory: by default it gives large tensors
+ratio to plain SGD in the same round. Individual clipping with public BatchNorm is measured twice, without new
+statistics and with new ones at every step; the row is the mean that new ones at every tenth step would have.
+glibc is told to keep freed memory: by default it gives large tensors
 back to the system again and again, and who pays for that changes from run to run. Memory is that of all
 tensors (`opacus_bc.experiments.measure.TensorMemory`), at its peak. Stock Opacus trains the network with
 GroupNorm (the transformer: LayerNorm). Results are kept in ``results/performance.json`` part by part;
@@ -22,6 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,7 @@ METHODS = (
 )
 GROWING = ("plain SGD", "BC", "GBC s=16", "IC + public BatchNorm, hooks", "Opacus, hooks", "Opacus, ghost")
 BATCH, REFRESH, ROUND_SECONDS = 64, 10, 0.3
+NEVER = 10**9
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
@@ -62,9 +67,12 @@ def examples(network: str, batch: int) -> tuple[TensorDataset, TensorDataset]:
     return data, public
 
 
+Stepper = Callable[[], None]
+
+
 def stepper(
-    method: str, network: str, batch: int, data: TensorDataset, public: TensorDataset
-) -> Callable[[], None]:
+    method: str, network: str, batch: int, data: TensorDataset, public: TensorDataset, refresh: int = REFRESH
+) -> Stepper:
     """A function that trains one logical step of ``method``."""
     torch.manual_seed(0)
     private = method != "plain SGD"
@@ -82,7 +90,7 @@ def stepper(
         if not stock:
             options["batch_norm"] = DataLoader(TensorDataset(*public.tensors), batch_size=batch // 4 or 2)
         if individual and not stock:
-            options["batch_norm_refresh"] = REFRESH
+            options["batch_norm_refresh"] = refresh
         # Without Poisson sampling every method gets exactly `batch` samples a step: times can be compared.
         made = (StockEngine(accountant="rdp") if stock else PrivacyEngine()).make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
@@ -110,14 +118,14 @@ def stepper(
 def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each method: time and memory over plain SGD's."""
     memory = {method: peak(method, network, batch) for method in methods}
-    steps = {method: stepper(method, network, batch, *examples(network, batch)) for method in methods}
-    for step in steps.values():
+    steps = {method: shares(method, network, batch) for method in methods}
+    for _, step in chain.from_iterable(steps.values()):
         step()
-    repeats = max(1, round(ROUND_SECONDS / timed(steps["plain SGD"], 3)))
+    repeats = max(1, round(ROUND_SECONDS / timed(steps["plain SGD"][0][1], 3)))
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(rounds):
-        for method, step in steps.items():
-            seconds[method].append(timed(step, repeats))
+        for method, parts in steps.items():
+            seconds[method].append(sum(share * timed(step, repeats) for share, step in parts))
     rows = []
     for method in methods:
         ratios = [mine / plain for mine, plain in zip(seconds[method], seconds["plain SGD"], strict=True)]
@@ -128,6 +136,7 @@ def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> li
                 "batch": batch,
                 "method": method,
                 **spread(ratios),
+                "ratios": [round(ratio, 4) for ratio in ratios],
                 "memory": memory[method] / memory["plain SGD"],
                 "peak_mib": memory[method] / 2**20,
             }
@@ -138,7 +147,18 @@ def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> li
     return rows
 
 
-def timed(step: Callable[[], None], repeats: int) -> float:
+def shares(method: str, network: str, batch: int) -> list[tuple[float, Stepper]]:
+    """Kinds of steps that ``method`` makes, each with its share; few rounds would seldom see a refresh."""
+    kinds = [(1.0, REFRESH)]
+    if method.startswith("IC"):
+        kinds = [(1 - 1 / REFRESH, NEVER), (1 / REFRESH, 1)]
+    return [
+        (share, stepper(method, network, batch, *examples(network, batch), refresh=refresh))
+        for share, refresh in kinds
+    ]
+
+
+def timed(step: Stepper, repeats: int) -> float:
     """CPU seconds a step."""
     start = time.process_time()
     for _ in range(repeats):

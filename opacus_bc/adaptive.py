@@ -104,7 +104,8 @@ class AdaptiveClipping:
         if not self._estimate():
             raise PublicDataError(
                 "the gradients on the public data are all zero or not finite, so they say nothing about the "
-                "layers: check the public loader, the criterion and the model"
+                "layers: check the public loader, the model and make_private's criterion= (None means cross "
+                "entropy)"
             )
 
     def blocks(

@@ -64,7 +64,7 @@ __all__ = [
 
 FINALIZED = (
     "this model was finalized: its BatchNorm layers are plain again and would write private statistics. Call "
-    "make_private anew to go on training"
+    "make_private of this same engine anew to go on training: its accountant knows what was spent"
 )
 
 
@@ -119,15 +119,25 @@ class BatchNormPolicy:
         Args:
             normaliser: Public constant that divides the sums of ``"private"``.
             adjacency: Which neighbours ``"private"`` protects.
+
+        Raises:
+            PublicDataError: The model cannot run on the public data; it is as it was then.
         """
+        with self.withdrawn_on_error():
+            self._install(normaliser, adjacency)
+
+    def _install(self, normaliser: int, adjacency: Adjacency) -> None:
         self._before = snapshot(self.root)
         if self.public and self.layers:
             batches = PublicBatches(self.public)
             self.keeper = (ConstantsKeeper if self.individual else PublicKeeper)(self.root, batches)
         elif self.private and self.layers:
             self.keeper = PrivateKeeper(self.root, self.private, normaliser=normaliser, adjacency=adjacency)
+            self.keeper.warn_of_noise(max(int(child.num_features) for child in self.layers.values()))  # type: ignore[arg-type]
         for child in self.layers.values():
             self._patch(child)
+        if isinstance(self.keeper, PublicKeeper):
+            self.keeper.try_out()
         if isinstance(self.keeper, ConstantsKeeper):
             self.keeper.refresh_every = self.refresh_every
             self.keeper.refresh_constants()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 KEY = "opacus_bc"
-FORMAT = 3
+FORMAT = 4
 
 
 class CheckpointError(ValueError):

@@ -76,9 +76,16 @@ class CheckpointEngine(ReleaseEngine):
         Raises:
             CheckpointError: Something could not be loaded again, so nothing is written.
             MovingBufferError: A buffer holds private statistics.
+            RuntimeError: The model was finalized, or weights moved without the accountant.
         """
         run = self._run_of(module, optimizer)
         _refuse_shards(run)
+        if run is not None and run.policy.finished:
+            raise RuntimeError(
+                "this model was finalized: save a checkpoint before finalize(), and the finished model with "
+                "torch.save(released.state_dict(), path)"
+            )
+        self._check_booked()
         if run is not None:
             run.policy.check_buffers()
             if run.ranks is not None and run.ranks.rank != 0:
@@ -279,8 +286,15 @@ class _Parts:
         if self.run is not None:
             load_run_state(self.run, state)
         for name, scheduler in zip(_SCHEDULERS, self.schedulers, strict=True):
-            if scheduler is not None and content.get(f"{name}_state_dict"):
-                scheduler.load_state_dict(content[f"{name}_state_dict"])
+            kept = content.get(f"{name}_state_dict")
+            if scheduler is not None and kept:
+                scheduler.load_state_dict(kept)
+            elif (scheduler is None) == bool(kept):
+                warnings.warn(
+                    f"the checkpoint has {'a' if kept else 'no'} {name} state, and "
+                    f"{'none' if kept else 'a scheduler'} was passed to load_checkpoint",
+                    stacklevel=4,
+                )
 
     def _undo(self) -> Callable[[], None]:
         run, optimizer = self.run, self.optimizer

@@ -34,6 +34,8 @@ def check_individual(
         ValueError: Names the argument and says what would be right.
     """
     dataset = data_loader.dataset
+    if data_loader.batch_size is None and data_loader.batch_sampler is None:
+        raise ValueError("data_loader has batch_size=None, so it makes no batches: pass a batch_size")
     if isinstance(dataset, Sized):
         if len(dataset) == 0:
             raise ValueError("the data set has 0 samples, at least 1 is needed")

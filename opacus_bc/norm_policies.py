@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from opacus_bc._opacus import UnsupportedModuleError
 from opacus_bc.norm_types import NORM_LAYERS, PolicyLayer, is_known
 from opacus_bc.private_statistics import PrivateStatistics
-from opacus_bc.public_data import check_disjoint, check_public_loader
+from opacus_bc.public_data import WRAP_IT, check_disjoint, check_public_loader
 from opacus_bc.public_statistics import PublicStatistics
 
 POLICIES = ("private", "batch", "frozen", "unprotected")
@@ -63,8 +64,11 @@ def resolve(policy: Any) -> Config:
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:
         names = ", ".join(map(repr, POLICIES))
-        hint = ": wrap it, DataLoader(public, batch_size=256)" if isinstance(policy, Dataset) else ""
-        raise ValueError(f"batch_norm must be a public DataLoader or one of {names}, got {policy!r}{hint}")
+        what = repr(policy) if isinstance(policy, str) else type(policy).__name__  # never the data
+        hint = (
+            WRAP_IT if isinstance(policy, (Dataset, Tensor, Sequence)) and not isinstance(policy, str) else ""
+        )
+        raise ValueError(f"batch_norm must be a public DataLoader or one of {names}, got {what}{hint}")
     return PrivateStatistics() if policy == "private" else policy
 
 

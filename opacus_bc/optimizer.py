@@ -184,6 +184,8 @@ class BatchClippingOptimizer(BlockOptimizer):
                 self._accumulate(draw, delivery)
             # All of them, not only the draw's: one frozen after backward() or thawed within the draw stays.
             self._drop_gradients()
+            # Opacus's name for it: a learning rate scheduler by steps asks whether the weights moved.
+            self._is_last_step_skipped = not delivery.ends_draw
             if not delivery.ends_draw:
                 return False
             release = self._release(draw)

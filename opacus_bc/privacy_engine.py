@@ -58,6 +58,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
     """
 
     def __init__(self, *, accountant: str = "fdp", secure_mode: bool = False) -> None:
+        """See the class."""
         with warnings.catch_warnings():
             if secure_mode:
                 warnings.filterwarnings("ignore", message="Secure RNG turned off")
@@ -154,6 +155,11 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
             check_alc(config, inner, optimizer, data_loader, kind, clipping, grad_sample_mode, distributed)
             batch_norm = config.public_loader if batch_norm is None else batch_norm
         if clipping == "batch":
+            if batch_norm_refresh != 1:
+                raise ValueError(
+                    f"batch_norm_refresh={batch_norm_refresh!r} says how often individual clipping takes new "
+                    "public statistics; clipping='batch' takes them when they are read: leave it out"
+                )
             if kwargs:
                 raise unexpected_keywords(kwargs)
             if grad_sample_mode != "hooks" or not wrap_model:
@@ -235,6 +241,7 @@ class PrivacyEngine(BatchEngine, IndividualEngine, CheckpointEngine):
                 "accountant, so the total will be higher than target_epsilon",
                 stacklevel=2,
             )
+        check_positive("target_epsilon", target_epsilon)
         check_data_loader(data_loader)
         reshard(module)
         kind = resolve_sampling(kwargs.get("sampling"), poisson_sampling=kwargs.get("poisson_sampling", True))

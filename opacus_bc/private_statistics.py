@@ -8,6 +8,7 @@ constant, is released with Gaussian noise.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from opacus_bc.public_statistics import evaluation_mode, weights_fingerprint
 
 # Released variances are noisy differences; below this they would blow the layer up.
 VARIANCE_FLOOR = 1e-3
+# Noise on the statistics above which a model whose activations are of scale 1 suffers visibly.
+LARGE_NOISE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,29 @@ class PrivateKeeper:
         self._released: list[tuple[PolicyLayer, Tensor, Tensor]] = []
         self._busy = False
 
+    def warn_of_noise(self, channels: int) -> None:
+        """Say before training that the final statistics will be useless: all of it is public."""
+        per_unit = self._noise(1.0, self._radius(channels, self.config.bound))
+        if self.config.noise_multiplier * per_unit > LARGE_NOISE:
+            right = math.floor(LARGE_NOISE / per_unit)
+            instead = f"PrivateStatistics(noise_multiplier={right}) has {LARGE_NOISE}, for more epsilon"
+            warnings.warn(
+                f"batch_norm='private': with {self.normaliser} samples the released statistics of "
+                f"{channels} channels will carry noise of standard deviation "
+                f"{self.config.noise_multiplier * per_unit:.2g}, where activations are of scale 1. "
+                + (instead if right >= 1 else "Use public data, or batch_norm='batch'"),
+                stacklevel=7,
+            )
+
+    def _noise(self, noise_multiplier: float, radius: float) -> float:
+        """Standard deviation of the noise on each released moment."""
+        delta = sensitivity(radius, unit="sample", adjacency=self.adjacency) / self.normaliser
+        return noise_multiplier * delta
+
+    @staticmethod
+    def _radius(channels: int, bound: float | None) -> float:
+        return default_bound(channels) if bound is None else bound
+
     def before_evaluation(self) -> None:
         """Raise unless statistics have been released."""
         if self.releases == 0 and not self._busy:
@@ -205,12 +231,12 @@ class PrivateKeeper:
         try:
             with evaluation_mode(root), torch.no_grad():
                 for layer in layers:
-                    radius = default_bound(layer.num_features) if bound is None else bound
+                    radius = self._radius(layer.num_features, bound)
                     # A fresh seed: with a fixed one, a sample more would shift the others' augmentation.
                     with isolated_randomness(fresh_seed()):
                         total = layer_sum(root, layer, batches, radius)
-                    delta = sensitivity(radius, unit="sample", adjacency=self.adjacency) / self.normaliser
-                    released = total / self.normaliser + noise.normal(total, noise_multiplier * delta)
+                    std = self._noise(noise_multiplier, radius)
+                    released = total / self.normaliser + noise.normal(total, std)
                     self._released.append((layer, *_write(layer, *statistics_from(released))))
             self.releases += 1
             self._released_at = weights_fingerprint(root)

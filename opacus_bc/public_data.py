@@ -27,6 +27,9 @@ _HASHED_SAMPLES = 4096
 _Rows = dict[tuple[str, int], npt.NDArray[np.int64]]
 
 
+WRAP_IT = ": wrap it, DataLoader(public, batch_size=256)"
+
+
 class PublicDataError(ValueError):
     """The public data is not what it must be: disjoint from the private data, and readable twice."""
 
@@ -62,7 +65,7 @@ def check_disjoint(public_loader: DataLoader[Any], private_loader: DataLoader[An
 def check_public_loader(loader: object) -> None:
     """Refuse what is not a non-empty torch DataLoader."""
     if not isinstance(loader, DataLoader):
-        hint = ": wrap it, DataLoader(public, batch_size=256)" if isinstance(loader, Dataset) else ""
+        hint = WRAP_IT if isinstance(loader, (Dataset, Tensor, Sequence)) else ""
         raise PublicDataError(
             f"public data must come as a torch DataLoader, got {type(loader).__name__}{hint}"
         )

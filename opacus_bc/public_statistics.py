@@ -196,6 +196,29 @@ class PublicKeeper:
         keeper: PublicKeeper | None = memo[id(self)]
         return keeper
 
+    def try_out(self) -> None:
+        """Run the model on one public batch, so that what does not fit is found before training.
+
+        Raises:
+            PublicDataError: There is no batch to take statistics of, or the model cannot take it.
+        """
+        root, batch = self._root(), self.batches[0]
+        assert root is not None
+        layers = self.layers(root)
+        before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+        self._busy = True
+        try:
+            collect(root, layers, [batch], seed=self.batches.config.seed)
+        except Exception as error:
+            raise PublicDataError(
+                f"the model fails on a batch of the public loader ({error}): public samples must look like "
+                "private ones"
+            ) from error
+        finally:
+            self._busy = False
+            for buffer, value in before:  # a collecting pass writes them
+                buffer.copy_(value)
+
     def refresh(self) -> None:
         """Cumulative average of the batches' means and (unbiased) variances, as torch's ``update_bn``."""
         root = self._root()

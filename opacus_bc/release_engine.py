@@ -51,17 +51,26 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
     def _check_protected(self, allow_unprotected: bool) -> None:
         for run in self._runs:
             run.policy.check_buffers()
-        booked = sum(int(entry[2]) for entry in self.accountant.history)
-        taken = sum(run.steps for run in self._runs)
-        if taken > booked:
-            raise RuntimeError(
-                f"{taken} steps were taken and {booked} are booked: something replaced the accountant or its "
-                "step hook, so no epsilon describes this run"
-            )
+        self._check_booked()
         if not allow_unprotected and any(not run.policy.protected for run in self._runs):
             raise bn.UnprotectedStatisticsError(
                 "batch_norm='unprotected': running statistics leak, so no epsilon describes this run. "
                 "allow_unprotected=True gives the value of the gradients' release alone"
+            )
+
+    def _check_booked(self) -> None:
+        """Refuse to speak for, save or hand out weights that moved without the accountant.
+
+        Raises:
+            RuntimeError: There were more steps than the accountant knows.
+        """
+        booked = sum(int(entry[2]) for entry in self.accountant.history)
+        taken = sum(run.steps for run in self._runs)
+        if taken > booked:
+            raise RuntimeError(
+                f"{taken} steps were taken and {booked} are booked, so no epsilon describes this run: either "
+                "the optimizer that was passed to make_private was stepped instead of the one it returned, "
+                "or something replaced the accountant or its step hook"
             )
 
     def _check_accountant(self, sampling: Sampling) -> None:
@@ -168,12 +177,14 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
 
         Raises:
             ValueError: This engine did not make the module private.
+            RuntimeError: Weights moved without the accountant.
             MovingBufferError: A buffer holds what nobody released.
         """
         plain = unwrap(module)
         runs = [run for run in self._runs if unwrap(run.policy.root) is plain]
         if not runs:
             raise ValueError(f"this engine has not made this {type(plain).__name__} private")
+        self._check_booked()
         run = runs[-1]
         keeper = run.policy.keeper
         if isinstance(keeper, PrivateKeeper) and not keeper.current and not run.policy.finished:

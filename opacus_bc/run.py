@@ -75,7 +75,7 @@ class Run:
             self.told = True
             warnings.warn(
                 f"step {self.steps} is beyond the {self.planned_steps} that noise_multiplier was calibrated "
-                "for: epsilon is reported truly and grows above target_epsilon",
+                "for: epsilon grows above target_epsilon, and get_epsilon says how far",
                 stacklevel=_users_level(),
             )
 

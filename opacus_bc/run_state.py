@@ -29,6 +29,7 @@ def run_state(run: Run) -> dict[str, Any]:
 def _constants(run: Run) -> dict[str, Any]:
     """In what a resumed run must agree with its checkpoint."""
     return {
+        "optimizer": type(run.optimizer.original_optimizer).__name__,
         "clipping": run.clipping,
         "sampling": run.sampling,
         "mini_set_size": run.mini_set_size,

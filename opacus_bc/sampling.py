@@ -264,6 +264,8 @@ def make_plan(
     size = check_loader(data_loader)
     batch_size = data_loader.batch_size
     assert batch_size is not None  # check_loader has seen to it
+    if batch_size > size:
+        raise ValueError(f"batch_size={batch_size} of data_loader exceeds the data set's {size} samples")
     if mini_batch_size is None:
         mini_batch_size = batch_size
     if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:

@@ -33,7 +33,7 @@ _ASSUMPTIONS = (
 )
 _NOT_COVERED = (
     "training losses, gradient norms, batch sizes, logs and intermediate quantities other than the weights",
-    "validation or early stopping on private data",
+    "validation or early stopping on private data, and constants computed from them (scaling, vocabulary)",
     "the public data, which is not protected at all",
 )
 _POLICIES = {
@@ -131,7 +131,7 @@ def _run_facts(run: Run) -> RunFacts:
     adjacency = "add/remove one" if run.sampling == "poisson" else "replace one"
     size = len(run.data_loader.dataset)  # type: ignore[arg-type]  # map-style: make_private has checked
     batch = run.clipping == "batch"
-    mini_sets = max(1, int(run.data_loader.batch_size or 1) // run.mini_set_size)
+    sets = max(1, int(run.data_loader.batch_size or 1) // run.mini_set_size)
     blocks: list[Block] = run.optimizer.blocks() if hasattr(run.optimizer, "blocks") else []
     sigma = float(run.optimizer.noise_multiplier)
     if blocks:
@@ -159,8 +159,7 @@ def _run_facts(run: Run) -> RunFacts:
             text += "; it also follows these statistics into the layer directly before"
     return RunFacts(
         mechanism=(
-            f"batch clipping of {counted(mini_sets, 'mini-set')} of "
-            f"{counted(run.mini_set_size, 'sample')} a step"
+            f"batch clipping of {counted(sets, 'mini-set')} of {_size_text(run, size / sets)} a step"
             if batch
             else f"individual clipping ({run.clipping!r})"
         ),
@@ -177,6 +176,13 @@ def _run_facts(run: Run) -> RunFacts:
         protected=policy.protected,
         public_data=tuple(p for p in public if p is not None),
     )
+
+
+def _size_text(run: Run, share: float) -> str:
+    """How many samples are clipped together: with Poisson sampling that varies around its mean."""
+    if run.sampling != "poisson":
+        return counted(run.mini_set_size, "sample")
+    return f"{share / run.steps_per_epoch:.4g} samples in expectation"
 
 
 def _total_bound(max_grad_norm: Any) -> float:

@@ -254,6 +254,7 @@ def test_finalize_refuses_statistics_that_were_not_released() -> None:
         eng.finalize(model)
 
 
+@pytest.mark.filterwarnings("ignore:batch_norm='private'. with 48 samples")
 def test_calibration_reserves_the_final_release() -> None:
     model, data = network(), DataLoader(images(), batch_size=16)
     eng = engine()

@@ -139,10 +139,8 @@ def test_the_number_of_public_batches_is_capped_and_they_are_read_once() -> None
 
 
 def test_public_batches_of_one_sample_are_refused_with_the_reason() -> None:
-    _, model = network(), network()
-    make_private(model, batch_norm=public(batch_size=1))
     with pytest.raises(PublicDataError, match="no batch of the public loader has two samples"):
-        model.state_dict()
+        make_private(network(), batch_norm=public(batch_size=1))
 
 
 def test_user_hooks_are_part_of_the_model_and_may_ask_for_its_state() -> None:

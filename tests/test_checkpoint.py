@@ -285,6 +285,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        (Case(sgd=False), "optimizer='SGD', this run has 'AdamW'"),
         (Case(batch=16), "mini_set_size"),
         (Case(kwargs={"clipping": "batch", "batch_norm": "batch", "mini_batch_size": 5}), "mini_set_size"),
         (Case(kwargs={"clipping": "batch", "batch_norm": "batch"}, alc={}), "alc="),
@@ -294,6 +295,16 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 def test_another_set_up_is_refused(case: Case, message: str, saved: Any) -> None:
     with pytest.raises(ValueError, match=message):
         Training(case, seed=1).load(saved[1])
+
+
+@pytest.mark.parametrize("saved_with_it", [True, False])
+def test_a_scheduler_on_one_side_alone_is_said(saved_with_it: bool, tmp_path: Path) -> None:
+    first, second = Training(CASES["schedulers"], seed=1), Training(CASES["schedulers"], seed=2)
+    scheduler = (first if not saved_with_it else second).parts.pop("lr_scheduler")
+    first.save(tmp_path / "run.pt")
+    with pytest.warns(UserWarning, match="has a lr_scheduler" if saved_with_it else "has no lr_scheduler"):
+        second.load(tmp_path / "run.pt")
+    assert scheduler.last_epoch == 0
 
 
 def planned(**changes: Any) -> tuple[Any, ...]:

@@ -99,7 +99,7 @@ def test_the_readme_shows_the_numbers_of_the_committed_results(mode: str) -> Non
         for row in networks
         if row["method"] == timed
     }
-    small, large = (costs.get(name, "BC's, estimates ≤ 5 %") for name in ("bn_lenet5", "resnet18"))
+    small, large = costs.get("bn_lenet5", "BC's, estimates ≤ 5 %"), costs.get("resnet18", "not measured")
     line = next(
         line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {mode} |")
     )

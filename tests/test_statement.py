@@ -42,7 +42,7 @@ def test_the_statement_of_batch_clipping_names_every_part() -> None:
     text = eng.statement(1e-5)
     for part in (
         f"({rounded_up(eng.get_epsilon(1e-5))}, 1e-05)-differential privacy",
-        "batch clipping of 2 mini-sets of 8 samples a step",
+        "batch clipping of 2 mini-sets of 8 samples in expectation a step",
         "1 clip group",
         "add/remove one",
         "L2-sensitivity 1; noise multiplier now 1, effective 1",

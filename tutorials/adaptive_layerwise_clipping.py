@@ -20,7 +20,7 @@
 #
 # This notebook shows the norms, what groups cost, what the factors do, and where the noise goes. At the end five settings are
 # trained at one ε. `keep_your_batchnorm` explains the way of clipping that all of them use: **GBC**, general
-# batch clipping. A draw is cut into *mini-sets* of s samples, and the gradient of each mini-set is clipped as one vector.
+# batch clipping. Each drawn sample falls into one of k *mini-sets* at random, about s in each, and the gradient of a mini-set is clipped as one vector.
 
 # %%
 import os
@@ -138,8 +138,8 @@ for row in report.rows:
 
 # %% [markdown]
 # **Look at** the distance between the lines on the left, on a logarithmic axis: with one bound for all, the largest layer decides how much of the
-# smallest one is left. Then at the right panel, which is what the rule uses: only ratios to the largest norm count. The norms fall together, so
-# the ratios move little: within ten epochs none has doubled (the range of each is printed below). A refresh can follow more than there was to follow here.
+# smallest one is left. Then at the right panel, which is what the rule uses: only ratios to the largest norm count. Most norms fall, not all
+# alike, and the ratios move little: within ten epochs none has doubled (the range of each is printed below). A refresh can follow more than there was to follow here.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
@@ -190,7 +190,7 @@ for name, alc in CHOICES.items():
 # %% [markdown]
 # ## Where the noise goes
 #
-# σ_eff fixes the total; how it is split among the groups is free. `noise="proportional"` gives every group noise in proportion to its
+# σ_eff fixes Σ(Δ_h/τ_h)²; how the noise is split among the groups is free. `noise="proportional"` gives every group noise in proportion to its
 # bound (the paper's choice), `"isotropic"` the same noise everywhere (as Opacus's `per_layer`), `"optimal"` the split with the least total
 # noise power among groups that are clipped separately. All have the same σ_eff, hence the same ε. `apply="scale"` gets the bound C√5, so that every layer
 # carries the noise of `"proportional"`: that is what makes the two comparable.
@@ -291,7 +291,7 @@ for name, values in accuracy.items():
 #
 # - ALC moves noise and clipping to where public data say that they hurt least. It does not make privacy cheaper: clipping by layer
 #   pays √L, and at a fixed budget that is √L times the noise multiplier.
-# - `apply="scale"` has no √L in σ. Where all layers are clipped, as here, L layers share one ball, and the *signal* pays √L instead. It wins where public
-#   norms say that little is clipped; where one layer's gradient explodes it shrinks all of them.
+# - `apply="scale"` has no √L in σ. Where all layers are clipped, as here, L layers share one ball, and the *signal* pays √L instead. We expect it to win where
+#   little is clipped (not shown here); where one layer's gradient explodes it shrinks all of them.
 # - Few groups (`layers=2`, `layers=4`) lie between. σ_eff is fixed before training; no refresh moves it.
 # - On small networks at tight budgets a single bound is hard to beat. Compare at one ε, as here, before you use it.

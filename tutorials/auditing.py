@@ -119,7 +119,7 @@ plt.show()
 # Every bound is for δ = 10⁻⁵ at 95 % confidence. The first column assumes nothing about the mechanism. The second assumes that it *is* a Gaussian release of samples drawn at
 # this rate, and only its noise is unknown: the audit limits the noise, and our own accountant turns that limit into an ε.
 #
-# **Look at** the two columns differently. Neither is above the claim, so no claim is refuted. The second is no evidence about the accountant, through which it went;
+# **Read** the two columns differently. Neither is above the claim, so no claim is refuted. The second is no evidence about the accountant, through which it went;
 # it says how much larger than needed the noise can be at most: not much, if the figure is close to the claim.
 
 # %%

@@ -240,7 +240,7 @@ for way, (batch_size, _, settings) in WAYS.items():
 # %% [markdown]
 # ## What to take home
 #
-# - **Stock Opacus with GroupNorm** was best here. Where the architecture is yours to change, that is the first thing to try.
+# - **Stock Opacus with GroupNorm** did as well as IC with public BatchNorm here. Where the architecture is yours to change, that is the first thing to try.
 # - **IC with public BatchNorm** keeps the model and pays no more noise than stock Opacus. It needs per-sample gradients and a public
 #   set. Use it if you can.
 # - **GBC** needs neither hooks nor per-sample gradients, and its BatchNorm sees private statistics, which clipping covers. It pays 2s

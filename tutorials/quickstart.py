@@ -32,9 +32,8 @@ from opacus_bc import PrivacyEngine
 
 # Two harmless warnings: cryptographic noise exists for clipping="batch" alone, and Opacus's hooks see inputs without gradients.
 warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook")
-torch.manual_seed(
-    0
-)  # so that you see what we saw; in earnest, no seed: whoever knows it can take the noise off
+# So that you see what we saw. In earnest, no seed: whoever knows it can take the noise off.
+torch.manual_seed(0)
 torch.set_num_threads(1)
 
 digits = load_digits()
@@ -52,7 +51,7 @@ model = nn.Sequential(
 # The engine finds the noise for a budget, here ε = 8 at δ = 10⁻⁴ after 10 epochs:
 #
 # - **ε** limits what anybody learns about one sample: with or without it, no outcome is more than e^ε times as likely.
-# - **δ** is the probability that this may fail; it must lie well below 1/1300, one over the number of private samples.
+# - **δ** is, roughly, the probability with which ε may fail to hold; it must lie well below 1/1300, one over the number of private samples.
 # - **`max_grad_norm`** is the length to which each sample's gradient is clipped, so that no sample counts for more.
 # - **The noise multiplier** is the noise on the sum of clipped gradients, over the most that one sample can change that sum.
 #

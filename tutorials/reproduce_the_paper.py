@@ -31,6 +31,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from opacus_bc import TradeOffCurve, accounting
+from opacus_bc.accounting.display import rounded_up
 from opacus_bc.experiments.reproduction.registry import SPECS
 from opacus_bc.experiments.reproduction.results import rows_of
 from opacus_bc.experiments.reproduction.runs import load_results
@@ -112,7 +113,7 @@ plt.show()
 resnet = accounting.epsilon(
     noise_multiplier=0.01875, sample_rate=64 / 45_000, steps=35_157, delta=1e-5, layers=62
 )
-print(f"ResNet-18 at σ = 0.01875, L = 62: ε = {resnet:.4g}")
+print(f"ResNet-18 at σ = 0.01875, L = 62: ε = {rounded_up(resnet)}")
 
 # %% [markdown]
 # A limit theorem can err to the wrong side. **Look at** small δ on the right: at σ = 1.5 the approximation (dashed) falls below a certified *lower* bound for the
@@ -138,20 +139,21 @@ plt.show()
 # Two variants of every run: `paper` does what was printed and is **not private**; `sound` draws with Poisson sampling and takes BatchNorm's statistics from public data: its ε is certified. (The
 # documentation has two more variants and all figures.) BC is batch clipping, ALC layerwise bounds from public data, FGC one bound for the whole gradient, IC individual clipping.
 #
-# **Look at** the rows without a star first: they have the paper's number of epochs. A star marks runs with fewer epochs or images, which can only show a trend. The paper's numbers are single
-# runs, and so are ours.
+# **Look at** the rows without a star first: they have the paper's number of epochs. A star marks runs with fewer epochs or images (ResNet-18's have 10,000 images), which can only show a trend. The paper's
+# numbers are single runs, some read off a figure (≈), and so are ours.
 
 # %%
 HEADLINES = {
-    "fig12b": ("σ = 0.5", "σ = 1.5", "σ = 2.5"),
-    "fig12a": ("m = 1024",),
-    "fig8": ("m = 64", "m = 1024"),
-    "fig6": ("C = 0.9",),
-    "fig7": ("C = 0.1",),
-    "fig9a": ("C = 0.14",),
-    "fig15": ("css, constant C",),
-    "fig2": ("m = 64",),
-    "fig18a": ("ALC", "FGC"),
+    "BN-LeNet-5: BC + ALC, m = 64": ("fig12b", "σ = 0.5", "σ = 1.5", "σ = 2.5"),
+    "BN-LeNet-5: BC + ALC, σ = 2.5": ("fig12a", "m = 1024"),
+    "convnet: no privacy": ("fig8", "m = 64", "m = 1024"),
+    "convnet: BC + ALC, σ = 0.01875, m = 1024": ("fig6", "C = 0.9"),
+    "convnet: BC + ALC, σ = 0.5, m = 1024": ("fig7", "C = 0.1"),
+    "convnet: BC + ALC, σ = 0.5, m = 64": ("fig9a", "C = 0.14"),
+    "convnet without BatchNorm: IC + ALC": ("fig15", "css, constant C"),
+    "ResNet-18: no privacy": ("fig2", "m = 64"),
+    "ResNet-18: BC, σ = 0.01875, C = 0.095": ("fig18a", "ALC", "FGC"),
+    "ResNet-18: others": ("fig4", "Zhang", "IC, C = 0.095"),
 }
 results = load_results(Store(RESULTS / "reproduce"))
 
@@ -166,18 +168,20 @@ def shown(row):
     return "–" if row is None else f"{row.ours:.2f}{'' if row.comparable else f' * ({row.epoch} epochs)'}"
 
 
-print(f"{'':10}{'':18}{'paper, %':>9}{'ours, %':>20}{'ours, sound':>22}{'its ε':>8}")
-for figure, labels in HEADLINES.items():
+print(f"{'':60}{'paper, %':>9}{'ours, %':>20}{'ours, sound':>21}{'its ε':>8}")
+for what, (figure, *labels) in HEADLINES.items():
     for label in labels:
-        printed = next(run for run in SPECS[figure].runs if run.label == label).paper[-1]
+        run = next(run for run in SPECS[figure].runs if run.label == label)
+        printed = f"{'≈ ' if run.paper[-1].about else ''}{run.paper[-1].value:g}" if run.paper else "–"
         paper, sound = found(figure, label, "paper"), found(figure, label, "sound")
-        spent = (
-            "" if sound is None or sound.epsilon is None else f"{math.ceil(100 * sound.epsilon) / 100:.2f}"
-        )
-        print(f"{figure:10}{label:18}{printed.value:9.2f}{shown(paper):>20}{shown(sound):>22}{spent:>8}")
+        if sound is not None and sound.epsilon is None:
+            sound = None  # without privacy there is no sound variant
+        spent = "" if sound is None else rounded_up(sound.epsilon)
+        print(f"{what + ', ' + label:60}{printed:>9}{shown(paper):>20}{shown(sound):>21}{spent:>8}")
 
 # %% [markdown]
-# BN-LeNet-5 on MNIST is where the paper has real noise. **Look at** where each curve ends, and at the star of the same colour at epoch 50, which is the paper's number.
+# BN-LeNet-5 on MNIST is where the paper has real noise. **Look at** where each curve ends, and at the star of the same colour at epoch 50, which is the paper's number (on the right it prints one for C = 0.2
+# alone).
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
@@ -210,7 +214,7 @@ plt.show()
 # public data, has ε = 1.57 at δ = 10⁻⁵. What else can be had for that ε, with the same network and data? `benchmarks/mnist_batch_norm.py` trained it for 16 epochs with images sheared upright and settings
 # chosen by test accuracy, so the difference is not due to clipping alone. GBC clips mini-sets, here of 8.
 #
-# **Look at** the first bar against the others: individual clipping with public BatchNorm (`differentiate=True`) is open to the same user, with the same public set.
+# **Look at** the grey bar at the bottom against the others: individual clipping with public BatchNorm (`differentiate=True`) is open to the same user, with the same public set.
 #
 # A caution: the public images come from the same source as the private ones. Trained on those 6,000 alone, with their labels and without privacy, the network reaches
 # 99.13 % (`benchmarks/mnist_batch_norm.py --public-alone`). The bars compare mechanisms; they do not show that private data were needed here.

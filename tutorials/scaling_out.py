@@ -15,8 +15,8 @@
 # # Scaling out: more data, more processes, interrupted runs
 #
 # Batch clipping makes no per-sample gradients and leaves the model as it is, so what is known about training on many processes applies.
-# It comes in two kinds: **BC** clips the gradient of a whole batch of m samples, **GBC** (general batch clipping) cuts the batch into *mini-sets* of s samples and clips the
-# gradient of each; `keep_your_batchnorm` compares them. This notebook shows what a draw costs as the data grow, the same run on one and on two
+# It comes in two kinds: **BC** clips the gradient of a whole batch of m samples, in **GBC** (general batch clipping) each drawn sample falls into one of k *mini-sets* of about s samples, and the
+# gradient of each is clipped; `keep_your_batchnorm` compares them. This notebook shows what a draw costs as the data grow, the same run on one and on two
 # processes, and a run that is interrupted and resumed without losing a bit, or a step of privacy.
 
 # %%
@@ -260,7 +260,7 @@ if not QUICK:
 # *no* BatchNorm, since public statistics are not available under FSDP2 yet; in their place it shows clip bounds by layer
 # (ALC by scaling, see `adaptive_layerwise_clipping`). Checkpoints are not built for FSDP2 either; `examples/README.md` says what to do, and lists what is refused.
 #
-# **Look at** how many parameters each rank holds, and that ε is that of one process again. (Rank 0 tests the whole model.)
+# **Look at** how many parameters each rank holds, and that ε stays within the target of 20. (Rank 0 tests the whole model.)
 
 # %%
 if not QUICK:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
@@ -12,8 +12,21 @@ def rounded_up(value: float, digits: int = 4) -> str:
     >>> rounded_up(7.99549), rounded_up(1.5647, 3), rounded_up(8.0), rounded_up(7317701.2)
     ('7.996', '1.57', '8', '7.318e+06')
     """
+    return _rounded(value, digits, ROUND_CEILING)
+
+
+def rounded_down(value: float, digits: int = 4) -> str:
+    """A lower bound in a few significant digits, never above itself.
+
+    >>> rounded_down(0.92675, 3), rounded_down(20.0)
+    ('0.926', '20')
+    """
+    return _rounded(value, digits, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> str:
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     exact = Decimal(value)
     place = Decimal(1).scaleb(exact.adjusted() - digits + 1)
-    return f"{float(exact.quantize(place, rounding=ROUND_CEILING)):.{digits}g}"
+    return f"{float(exact.quantize(place, rounding=rounding)):.{digits}g}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from opacus_bc.accounting.display import rounded_down, rounded_up
 from opacus_bc.audit.bounds import Scores
 from opacus_bc.audit.claims import AuditResult
 
@@ -34,25 +35,34 @@ LEGEND = (
 BEGIN, END = "<!-- audit table: begin -->", "<!-- audit table: end -->"
 
 
-def figure(value: float | None) -> str:
-    """Three significant digits, or a dash."""
+def claimed(value: float | None) -> str:
+    """An upper bound in three significant digits, or a dash."""
+    return _figure(value, rounded_up)
+
+
+def audited(value: float | None) -> str:
+    """A lower bound in three significant digits, or a dash."""
+    return _figure(value, rounded_down)
+
+
+def _figure(value: float | None, rounded: Callable[[float, int], str]) -> str:
     if value is None:
         return "–"
-    return "∞" if math.isinf(value) else f"{value:.3g}"
+    return "∞" if math.isinf(value) else rounded(value, 3)
 
 
 def row(result: AuditResult) -> tuple[str, ...]:
     """The cells of a result's row, in the order of :data:`COLUMNS`."""
     mu = "–"
     if result.claimed_mu is not None:
-        mu = f"{figure(result.claimed_mu)}, {figure(result.audited_mu)}"
+        mu = f"{claimed(result.claimed_mu)}, {audited(result.audited_mu)}"
     return (
         result.name,
         result.setting + (f"; {result.note}" if result.note else ""),
         f"{result.repetitions:,}",
-        figure(result.claimed_epsilon),
-        figure(result.audited_epsilon),
-        figure(result.family_epsilon),
+        claimed(result.claimed_epsilon),
+        audited(result.audited_epsilon),
+        audited(result.family_epsilon),
         mu,
         f"{result.ratio:.2f}",
         result.verdict,

@@ -62,6 +62,11 @@ def _tidy(axes: Any) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
 
 
+def _legend_below(axes: Any) -> None:
+    """Below a panel a legend hides no curve."""
+    axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
+
+
 def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     found = [(title, [row for row in rows if row.family == family]) for title, family in _PANELS]
     return [(title, members) for title, members in found if members]
@@ -129,11 +134,11 @@ def over_epochs(rows: Sequence[Row]) -> Any:
             for index, row in enumerate(row for row in members if row.budget == budget):
                 _curve(at, row, _style(index))
             at.set_title(f"{title}, ε = {budget:g}", fontsize="medium")
-            at.legend(fontsize="x-small", framealpha=0.7)
             _tidy(at)
         axes[line][0].set_ylabel("test accuracy, %")
     for at in axes[-1]:
         at.set_xlabel("epoch")
+        _legend_below(at)
         at.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
@@ -177,9 +182,9 @@ def against_epsilon(rows: Sequence[Row]) -> Any:
                 **style,
             )
         at.set_title(title, fontsize="medium")
-        at.set_xlabel("ε spent (certified)")
+        at.set_xlabel("ε spent (certified); thin: epochs of a run")
         at.set_xlim(left=0)
-        at.legend(fontsize="x-small", framealpha=0.7)
+        _legend_below(at)
         _tidy(at)
     axes[0].set_ylabel("test accuracy, %")
     return figure

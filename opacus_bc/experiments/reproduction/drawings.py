@@ -123,9 +123,10 @@ def _along_axis(axes: Any, spec: Spec, rows: Sequence[Row]) -> None:
 
 def _legend(axes: Any) -> None:
     """Inside while it is short, below the panel where it would hide curves."""
-    many = len(axes.get_legend_handles_labels()[1]) > 6
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2, "frameon": False}
-    axes.legend(fontsize="x-small", **(below if many else {"framealpha": 0.7}))
+    if len(axes.get_legend_handles_labels()[1]) > 6:
+        plots._legend_below(axes)
+    else:
+        axes.legend(fontsize="x-small", framealpha=0.7)
 
 
 def _recorded(spec: Spec, results: Results) -> list[dict[str, float]]:
