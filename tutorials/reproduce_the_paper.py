@@ -140,7 +140,7 @@ plt.show()
 # documentation has two more variants and all figures.) BC is batch clipping, ALC layerwise bounds from public data, FGC one bound for the whole gradient, IC individual clipping.
 #
 # **Look at** the rows without a star first: they have the paper's number of epochs. A star marks runs with fewer epochs or images (ResNet-18's have 10,000 images), which can only show a trend. The paper's
-# numbers are single runs, some read off a figure (≈), and so are ours.
+# numbers are single runs (≈ as printed), and so are ours.
 
 # %%
 HEADLINES = {
