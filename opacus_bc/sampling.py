@@ -264,8 +264,6 @@ def make_plan(
     size = check_loader(data_loader)
     batch_size = data_loader.batch_size
     assert batch_size is not None  # check_loader has seen to it
-    if batch_size > size:
-        raise ValueError(f"batch_size={batch_size} of data_loader exceeds the data set's {size} samples")
     if mini_batch_size is None:
         mini_batch_size = batch_size
     if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:
@@ -279,6 +277,11 @@ def make_plan(
         raise ValueError(
             f"mini_batch_size={mini_batch_size} does not divide the loader's batch_size={batch_size}: take "
             f"batch_size={max(mini_batch_size, batch_size - batch_size % mini_batch_size)}"
+        )
+    if batch_size - mini_batch_size >= size:  # a whole mini-set too many
+        raise ValueError(
+            f"batch_size={batch_size} exceeds the data set's {size} samples, so that mini-sets of "
+            f"mini_batch_size={mini_batch_size} could not be filled: take a smaller batch"
         )
     return SamplingPlan(
         kind=sampling,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -97,3 +98,8 @@ def test_the_quick_command_takes_less_than_a_minute_and_holds_everywhere() -> No
     assert time.process_time() - start < 60  # of one core: a loaded machine does not count
     assert all(result.verdict == "holds" for result in results)
     assert all(result.audited_epsilon <= result.claimed_epsilon for result in results)
+
+
+def test_claims_are_rounded_up_and_audited_bounds_down() -> None:
+    assert (report.claimed(0.92634), report.audited(0.92675)) == ("0.927", "0.926")
+    assert (report.claimed(None), report.audited(math.inf)) == ("–", "∞")

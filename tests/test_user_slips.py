@@ -113,7 +113,7 @@ def test_data_given_in_place_of_a_loader_are_not_printed(argument: str, wrap: An
 
 
 def test_batches_larger_than_the_data_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size=64 of data_loader exceeds the data set's 48 samples"):
+    with pytest.raises(ValueError, match="batch_size=64 exceeds the data set's 48 samples"):
         make_private(network(), batch_norm=public(), batch_size=64, mini_batch_size=8)
 
 
