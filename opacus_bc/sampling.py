@@ -6,6 +6,7 @@ step of a pass. :class:`SamplingPlan` says the same in public constants; the acc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -278,10 +279,11 @@ def make_plan(
             f"mini_batch_size={mini_batch_size} does not divide the loader's batch_size={batch_size}: take "
             f"batch_size={max(mini_batch_size, batch_size - batch_size % mini_batch_size)}"
         )
-    if batch_size - mini_batch_size >= size:  # a whole mini-set too many
-        raise ValueError(
-            f"batch_size={batch_size} exceeds the data set's {size} samples, so that mini-sets of "
-            f"mini_batch_size={mini_batch_size} could not be filled: take a smaller batch"
+    if 2 * size < batch_size:
+        warnings.warn(
+            f"batch_size={batch_size} is more than twice the data set's {size} samples: mini-sets stay far "
+            f"below {mini_batch_size} samples; take a smaller batch",
+            stacklevel=6,
         )
     return SamplingPlan(
         kind=sampling,

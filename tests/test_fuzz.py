@@ -161,6 +161,7 @@ class Case:
             extra["alc"] = ALC(public, apply=self.alc, layers=self.layers, noise=noise, max_batches=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the public data has")
+            warnings.filterwarnings("ignore", message="batch_norm='private': with")  # tiny data, much noise
             _, optimizer, loader = maker.make_private(
                 module=model,
                 optimizer=self.optimizer(model, lr),

@@ -172,6 +172,10 @@ def test_an_empty_data_set_is_refused(mode: str) -> None:
         make(mode, TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)))
 
 
+FAR_TOO_LARGE = "ignore:batch_size=.* is more than twice the data set's"
+
+
+@pytest.mark.filterwarnings(FAR_TOO_LARGE)
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_fewer_samples_than_mini_sets_train_and_are_booked_without_amplification(sampling: str) -> None:
     maker, model, optimizer, loader = make("GBC", blobs(6), batch_size=80, sampling=sampling)
@@ -181,12 +185,13 @@ def test_fewer_samples_than_mini_sets_train_and_are_booked_without_amplification
     assert maker.accountant.history == [(1.0, 1.0, 1, sampling)]
 
 
+@pytest.mark.filterwarnings(FAR_TOO_LARGE)
 def test_fewer_samples_than_mini_sets_cannot_be_partitioned() -> None:
     with pytest.raises(ValueError, match="larger mini_batch_size"):
         make("GBC", blobs(6), batch_size=80, sampling="partition")
 
 
-@pytest.mark.filterwarnings("ignore:the public data has")
+@pytest.mark.filterwarnings("ignore:the public data has", FAR_TOO_LARGE)
 @pytest.mark.parametrize("mode", ["BC", "IC", "BC + ALC", "IC + ALC"])
 def test_a_batch_larger_than_the_data_is_a_sample_rate_of_one(mode: str) -> None:
     maker, model, optimizer, loader = make(mode, blobs(6), batch_size=100)

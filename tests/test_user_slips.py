@@ -112,9 +112,11 @@ def test_data_given_in_place_of_a_loader_are_not_printed(argument: str, wrap: An
     assert f"got {type(given).__name__}" in str(caught.value)
 
 
-def test_batches_larger_than_the_data_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size=64 exceeds the data set's 48 samples"):
-        make_private(network(), batch_norm=public(), batch_size=64, mini_batch_size=8)
+def test_batches_much_larger_than_the_data_are_said_and_described_as_they_are() -> None:
+    with pytest.warns(UserWarning, match="batch_size=128 is more than twice the data set's 48 samples"):
+        eng, *_ = make_private(network(), batch_norm=public(), batch_size=128, mini_batch_size=8)
+    assert "16 mini-sets of 3 samples in expectation" in eng.statement(1e-5)
+    make_private(network(), batch_norm=public(), batch_size=96, mini_batch_size=8)  # a warning is an error
 
 
 def test_individual_clipping_needs_a_loader_that_makes_batches() -> None:
