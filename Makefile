@@ -32,7 +32,7 @@ format: venv
 NOTEBOOKS ?= $(patsubst %.py,%.ipynb,$(wildcard tutorials/*.py))
 tutorials: venv
 	$(BIN)/jupytext --quiet --update --to ipynb $(NOTEBOOKS:.ipynb=.py)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= --nbmake --nbmake-timeout=900 --overwrite $(NOTEBOOKS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= --nbmake --nbmake-timeout=180 --durations=0 --overwrite $(NOTEBOOKS)
 	$(BIN)/python .ci/strip_notebooks $(NOTEBOOKS)
 
 # Warnings are errors. The site is in site/index.html; nothing in it is loaded from elsewhere.
