@@ -1,7 +1,7 @@
 """Claim: batch clipping costs little more than plain SGD on convolutional networks; IC with public BatchNorm
 costs what stock Opacus costs.
 
-    python benchmarks/performance.py [--parts networks batch ...] [--rounds 5] [--memory] [--page]
+    python benchmarks/performance.py [--parts networks batch ...] [--rounds 7] [--memory] [--page]
 
 Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process
 with one thread, by CPU time, so that other processes disturb little; a ratio is the median over rounds of the
@@ -238,7 +238,7 @@ def main() -> None:
     """Measure what was asked for, keep it, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--memory", action="store_true", help="measure memory only")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     args = parser.parse_args()
