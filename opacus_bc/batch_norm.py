@@ -25,10 +25,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from opacus_bc.buffers import BufferWatch, check_unmoved, snapshot
+from opacus_bc.buffers import BufferWatch, ParameterWatch, check_unmoved, snapshot, untouched_buffers
 from opacus_bc.clipping import Adjacency
 from opacus_bc.norm_policies import (
     POLICIES,
@@ -103,10 +102,10 @@ class BatchNormPolicy:
             self.name = "none"
         self.keeper: PublicKeeper | PrivateKeeper | None = None
         self.finished = False
-        self._watch: BufferWatch | None = None
+        self._watches: list[BufferWatch | ParameterWatch] = []
         self._before: list[Any] = []
         self._dropped: list[tuple[nn.Module, str, Any]] = []
-        self._handles: list[Any] = []
+        self._modes = [(child, child.training) for child in layers.values()]
 
     @property
     def protected(self) -> bool:
@@ -140,7 +139,8 @@ class BatchNormPolicy:
             self.keeper.try_out()
         if isinstance(self.keeper, ConstantsKeeper):
             self.keeper.refresh_every = self.refresh_every
-            self.keeper.refresh_constants()
+            with untouched_buffers(self.root):
+                self.keeper.refresh_constants()
             if self.public and self.public.differentiate and not self.keeper.followed:
                 warnings.warn(
                     "differentiate=True changes nothing here: no BatchNorm layer with trainable weights "
@@ -148,7 +148,10 @@ class BatchNormPolicy:
                     stacklevel=5,
                 )
         answered = self.layers.values() if not self.protected else filter(is_patched, self.layers.values())
-        self._watch = BufferWatch(self.root, frozenset(id(child) for child in answered))
+        self._watches = [
+            BufferWatch(self.root, frozenset(id(child) for child in answered)),
+            ParameterWatch(self.root),
+        ]
         if not self.protected:
             warnings.warn(
                 f"batch_norm='unprotected': the running statistics of {len(self.layers)} layers are written "
@@ -178,24 +181,16 @@ class BatchNormPolicy:
         try:
             yield
         except BaseException:
-            for child in self.layers.values():
+            for child, training in self._modes:
                 unpatch(child)
+                child.training = training
             for child, name, value in self._dropped:
                 setattr(child, name, value)
-            if self._watch is not None:
-                self._watch.remove()
+            self._unwatch()
             raise
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Follow the steps of the optimizer that moves the weights."""
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
-
-    def _before_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self.finished:
-            raise RuntimeError(FINALIZED)
-
-    def _after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def after_step(self) -> None:
+        """The weights have moved."""
         if isinstance(self.keeper, ConstantsKeeper):
             self.keeper.after_step()
 
@@ -231,9 +226,12 @@ class BatchNormPolicy:
             unpatch(child)
             child.training = training
         check_unmoved(self._before, self._written())
-        if self._watch is not None:
-            self._watch.remove()
+        self._unwatch()
         self.finished = True
+
+    def _unwatch(self) -> None:
+        for watch in self._watches:
+            watch.remove()
 
     def describe_public(self) -> PublicDataDescription | None:
         """Size and fingerprint of the public data in use."""

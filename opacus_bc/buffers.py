@@ -1,12 +1,14 @@
-"""Buffers that private forwards must not move: found while training, and checked before a release."""
+"""What private forwards must not move: found while training, and (buffers) checked before a release."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -15,7 +17,7 @@ _WATCHED_FORWARDS = 3
 
 
 class MovingBufferError(RuntimeError):
-    """A private forward wrote into a buffer, which would ship with the model un-noised."""
+    """A private forward wrote into a buffer or a parameter, which would ship with the model un-noised."""
 
 
 def _weight_only(module: nn.Module, name: str) -> bool:
@@ -118,6 +120,83 @@ class BufferWatch:
             self._left -= 1
             if self._left <= 0:
                 self.remove()
+
+
+class ParameterWatch:
+    """Compares sum and norm of every parameter around the first training forwards, then takes itself off.
+
+    Layers that initialise themselves from the first batch (ActNorm, learned quantisers) write raw private
+    statistics into weights.
+
+    **Edge cases**: compiled forwards and parameters in shards are not watched.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._left = _WATCHED_FORWARDS
+        self._before: dict[str, Tensor] | None = None
+        self._handles = [
+            root.register_forward_pre_hook(self._remember),
+            root.register_forward_hook(self._compare),
+        ]
+
+    __deepcopy__ = BufferWatch.__deepcopy__
+    __getstate__ = BufferWatch.__getstate__
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._before = None
+
+    def _remember(self, module: nn.Module, _inputs: Any) -> None:
+        if not torch.compiler.is_compiling() and module.training and self._left > 0:
+            self._before = _marks(module)
+
+    def _compare(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling() or self._before is None:
+            return
+        before, self._before = self._before, None
+        after = _marks(module)
+        for name, mark in before.items():
+            if name in after and not torch.equal(mark.nan_to_num(), after[name].nan_to_num()):
+                raise MovingBufferError(
+                    f"a training forward moved parameter {name!r}: it would carry private statistics out "
+                    "with the model, without noise. Initialise it from public data before make_private"
+                )
+        self._left -= 1
+        if self._left <= 0:
+            self.remove()
+
+
+@torch.no_grad()
+def _marks(module: nn.Module) -> dict[str, Tensor]:
+    """Two numbers for each parameter that change whenever it does, but for rare accidents."""
+    return {
+        name: torch.stack([p.sum(), torch.linalg.vector_norm(p)])
+        for name, p in module.named_parameters()
+        if p.is_floating_point() and type(p) is nn.Parameter and not isinstance(p.data, DTensor)
+    }
+
+
+@contextmanager
+def untouched_buffers(root: nn.Module) -> Iterator[None]:
+    """Put every buffer back afterwards: a collecting pass writes some, a module's own forward may others."""
+    before = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in root.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, value in before:
+                owner._buffers[name] = buffer
+                buffer.copy_(value)
 
 
 def snapshot(module: nn.Module) -> list[tuple[Owned, Tensor]]:

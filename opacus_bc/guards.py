@@ -54,6 +54,11 @@ def check_individual(
             "clipping='per_layer' needs max_grad_norm as a list with a bound for each trainable parameter, "
             f"got {max_grad_norm!r}"
         )
+    trainable = sum(p.requires_grad for p in module.parameters())
+    if len(max_grad_norm) != trainable:
+        raise ValueError(
+            f"max_grad_norm has {len(max_grad_norm)} bounds for {trainable} trainable parameters"
+        )
     for place, bound in enumerate(max_grad_norm):
         check_positive(f"max_grad_norm[{place}]", bound)
 

@@ -184,8 +184,7 @@ class BatchClippingOptimizer(BlockOptimizer):
                 self._accumulate(draw, delivery)
             # All of them, not only the draw's: one frozen after backward() or thawed within the draw stays.
             self._drop_gradients()
-            # Opacus's name for it: a learning rate scheduler by steps asks whether the weights moved.
-            self._is_last_step_skipped = not delivery.ends_draw
+            self._is_last_step_skipped = True  # Opacus's name: schedulers by steps ask whether weights moved
             if not delivery.ends_draw:
                 return False
             release = self._release(draw)
@@ -198,6 +197,7 @@ class BatchClippingOptimizer(BlockOptimizer):
             self._draw = None
             raise
         self._draw = None
+        self._is_last_step_skipped = False
         self._released_blocks = draw.blocks
         for p, value in zip(draw.params, release, strict=True):
             p.grad = as_gradient_of(p, value)

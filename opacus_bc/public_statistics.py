@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from opacus_bc.buffers import untouched_buffers
 from opacus_bc.norm_gradients import ROW_LAYERS, upstream
 from opacus_bc.norm_types import ConstantStatistics, PolicyLayer
 from opacus_bc.public_data import (
@@ -72,11 +73,19 @@ class PublicBatches:
             self._read()
         return self._batches
 
+    def first(self) -> Any:
+        """A batch to try the model on; nothing is kept in memory for it before it is needed."""
+        if self._batches or isinstance(self.config.loader.dataset, IterableDataset):
+            return self[0]  # a stream may be readable only once
+        one = PublicBatches(self.config)
+        one._read(enough=1)
+        return one[0]
+
     def __getitem__(self, index: int) -> Any:
         batches = self.all()
         return batches[index % len(batches)]
 
-    def _read(self) -> None:
+    def _read(self, enough: int | None = None) -> None:
         loader, kept = self.config.loader, 0
         with isolated_randomness(self.config.seed, loader):
             for batch in public_batches(loader, limit=self.config.max_batches):
@@ -87,6 +96,8 @@ class PublicBatches:
                 if self._batches and kept > _CACHE_BYTES:
                     break
                 self._batches.append(inputs)
+                if len(self._batches) == enough:
+                    break
         if not self._batches:
             raise PublicDataError(
                 f"no batch of the public loader has two samples (batch_size={loader.batch_size}): statistics "
@@ -202,22 +213,19 @@ class PublicKeeper:
         Raises:
             PublicDataError: There is no batch to take statistics of, or the model cannot take it.
         """
-        root, batch = self._root(), self.batches[0]
+        root, batch = self._root(), self.batches.first()
         assert root is not None
-        layers = self.layers(root)
-        before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
         self._busy = True
         try:
-            collect(root, layers, [batch], seed=self.batches.config.seed)
+            with untouched_buffers(root):
+                collect(root, self.layers(root), [batch], seed=self.batches.config.seed)
         except Exception as error:
             raise PublicDataError(
-                f"the model fails on a batch of the public loader ({error}): public samples must look like "
-                "private ones"
+                f"the model fails on a batch of the public loader ({type(error).__name__}: {error}): public "
+                "samples must look like private ones"
             ) from error
         finally:
             self._busy = False
-            for buffer, value in before:  # a collecting pass writes them
-                buffer.copy_(value)
 
     def refresh(self) -> None:
         """Cumulative average of the batches' means and (unbiased) variances, as torch's ``update_bn``."""

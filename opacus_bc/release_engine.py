@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -44,8 +45,13 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
     def _start(self, run: Run) -> None:
         refuse_copies(run.optimizer)
         drop_non_finite_samples(run.optimizer, run.wrapper)
-        run.policy.watch(run.optimizer.original_optimizer)
-        run.optimizer.original_optimizer.register_step_post_hook(run.count_step)
+        former = run.take_over()
+        if former is not None and former.steps and not any(former is own for own in self._runs):
+            warnings.warn(
+                f"another PrivacyEngine has made {former.steps} steps with this optimizer, and this one does "
+                "not count them: go on with that engine, or start with a new model and optimizer",
+                stacklevel=5,
+            )
         self._runs.append(run)
 
     def _check_protected(self, allow_unprotected: bool) -> None:
@@ -68,9 +74,8 @@ class ReleaseEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         taken = sum(run.steps for run in self._runs)
         if taken > booked:
             raise RuntimeError(
-                f"{taken} steps were taken and {booked} are booked, so no epsilon describes this run: either "
-                "the optimizer that was passed to make_private was stepped instead of the one it returned, "
-                "or something replaced the accountant or its step hook"
+                f"{taken} steps were taken and {booked} are booked: something replaced the accountant or its "
+                "step hook, so no epsilon describes this run"
             )
 
     def _check_accountant(self, sampling: Sampling) -> None:

@@ -9,42 +9,131 @@ from typing import Any
 import pytest
 import torch
 from batch_norm_support import images, make_private, network, public, train
-from support import blobs, engine, mlp
+from opacus.grad_sample import register_grad_sampler
+from support import blobs, engine, mlp, weights
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import PrivateStatistics
+from opacus_bc.buffers import MovingBufferError, ParameterWatch
 from opacus_bc.norm_types import PolicyLayer
 from opacus_bc.public_data import PublicDataError
 
+DATA = blobs(32)
 
-def keep_stepping_the_optimizer_that_was_passed_in(clipping: str) -> tuple[Any, nn.Module, Any]:
-    eng, model = engine(), mlp()
-    mine = optim.SGD(model.parameters(), lr=0.1)
-    module, private, loader = eng.make_private(
+
+def set_up(clipping: str, *, inner: Any = optim.SGD, eng: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """Engine, the user's optimizer, and what was made private of it."""
+    eng, model = eng or engine(), mlp()
+    mine = inner(model.parameters(), lr=0.1)
+    return eng, mine, *make_anew(eng, model, mine, clipping, **kwargs)
+
+
+def make_anew(eng: Any, model: nn.Module, optimizer: Any, clipping: str, **kwargs: Any) -> tuple[Any, ...]:
+    made: tuple[Any, ...] = eng.make_private(
         module=model,
-        optimizer=mine,
-        data_loader=DataLoader(blobs(32), batch_size=8),
+        optimizer=optimizer,
+        data_loader=DataLoader(DATA, batch_size=8),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         clipping=clipping,
+        **kwargs,
     )
+    return made
+
+
+def one_pass(module: nn.Module, optimizer: Any, loader: Any) -> None:
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+
+
+both = pytest.mark.parametrize("clipping", ["batch", "flat"])
+
+
+@both
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_optimizer_that_was_passed_in_cannot_move_the_weights(clipping: str, trained: bool) -> None:
+    eng, mine, module, private, loader = set_up(clipping)
+    if trained:
+        one_pass(module, private, loader)
+    before = weights(module)
+    private.zero_grad()
     x, y = next(iter(loader))
     nn.functional.cross_entropy(module(x), y).backward()
-    mine.step()
-    return eng, module, private
+    with pytest.raises(RuntimeError, match=r"step\(\) of the optimizer that make_private returned"):
+        mine.step()
+    assert torch.equal(weights(module), before)
+    assert len(eng.accountant) == (4 if trained else 0)
 
 
-@pytest.mark.parametrize("clipping", ["batch", "flat"])
+@both
+def test_releases_and_other_models_steps_do_not_cover_for_an_unbooked_one(clipping: str) -> None:
+    eng, *_, module, private, loader = set_up(clipping)
+    one_pass(module, private, loader)
+    _, mine, other, _, data = set_up(clipping, eng=eng)
+    eng.accountant.history[0] = (*eng.accountant.history[0][:2], 40, *eng.accountant.history[0][3:])  # slack
+    x, y = next(iter(data))
+    nn.functional.cross_entropy(other(x), y).backward()
+    with pytest.raises(RuntimeError, match="make_private returned"):
+        mine.step()
+
+
+@both
 def test_weights_that_moved_without_the_accountant_are_neither_handed_out_nor_saved(
     clipping: str, tmp_path: Path
 ) -> None:
-    eng, module, private = keep_stepping_the_optimizer_that_was_passed_in(clipping)
-    with pytest.raises(RuntimeError, match="passed to make_private was stepped instead"):
+    eng, _, module, private, loader = set_up(clipping)
+    one_pass(module, private, loader)
+    eng.accountant.history.clear()
+    with pytest.raises(RuntimeError, match="4 steps were taken and 0 are booked"):
         eng.finalize(module)
-    with pytest.raises(RuntimeError, match="1 steps were taken and 0 are booked"):
+    with pytest.raises(RuntimeError, match="4 steps were taken and 0 are booked"):
         eng.save_checkpoint(path=tmp_path / "run.pt", module=module, optimizer=private)
     assert not list(tmp_path.iterdir())
+
+
+@both
+def test_an_optimizer_whose_step_calls_its_parents_counts_each_step_once(clipping: str) -> None:
+    optim.Adam(mlp().parameters())  # torch then runs step hooks in both classes
+
+    class Mine(optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    eng, _, module, private, loader = set_up(clipping, inner=Mine)
+    one_pass(module, private, loader)
+    assert eng._runs[-1].steps == 4
+    eng.finalize(module)
+
+
+@both
+@pytest.mark.parametrize("finalized", [False, True])
+def test_make_private_anew_takes_the_optimizer_over_and_counts_on(clipping: str, finalized: bool) -> None:
+    eng, mine, module, private, loader = set_up(clipping)
+    one_pass(module, private, loader)
+    plain = eng.finalize(module) if finalized else getattr(module, "_module", module)
+    if clipping == "flat" and not finalized:
+        module.remove_hooks()  # Opacus wants that before it wraps a model again
+    again = make_anew(eng, plain, mine, clipping)
+    one_pass(*again)
+    assert [run.steps for run in eng._runs] == [4, 4]
+    assert len(eng.accountant) == 8
+    again[1].zero_grad()
+    x, y = next(iter(again[2]))
+    nn.functional.cross_entropy(again[0](x), y).backward()
+    with pytest.raises(RuntimeError, match="finalized" if finalized else "called again with this optimizer"):
+        private.step()
+    assert eng.finalize(again[0]) is plain
+
+
+def test_another_engine_that_trained_with_the_optimizer_is_not_forgotten_silently() -> None:
+    eng, mine, module, private, loader = set_up("batch")
+    one_pass(module, private, loader)
+    with pytest.warns(UserWarning, match="another PrivacyEngine has made 4 steps with this optimizer"):
+        make_anew(engine(), module, mine, "batch")
+    assert len(eng.accountant) == 4
 
 
 @pytest.mark.parametrize("clipping", ["batch", "flat"])
@@ -176,3 +265,69 @@ def test_private_statistics_that_noise_will_drown_are_said_before_training(
             clipping="batch",
             batch_norm=PrivateStatistics(noise_multiplier=sigma),
         )
+
+
+@pytest.mark.parametrize("clipping", ["batch", "flat"])
+def test_trying_the_public_data_out_leaves_every_buffer_as_it_was(clipping: str) -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table = self.table + 1  # another tensor, as caches of position tables do
+            return x
+
+    model = nn.Sequential(Cached(), *network())
+    _, module, *_, loader = make_private(model, clipping=clipping, batch_norm=public())
+    assert model[0].table.item() == 0.0
+    with pytest.raises(MovingBufferError, match="table"):
+        module(next(iter(loader))[0])
+
+
+class SetItselfUp(nn.Module):
+    """Takes its weight from the first batch, as ActNorm does."""
+
+    def __init__(self, raw: bool) -> None:
+        super().__init__()
+        self.weight, self.raw, self.ready = nn.Parameter(torch.ones(4)), raw, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.ready:
+            self.ready = True
+            if self.raw:
+                self.weight.data.copy_(x.amax(0))
+            else:
+                with torch.no_grad():
+                    self.weight.mul_(x.std())
+        return x * self.weight
+
+
+@both
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_forward_that_writes_private_statistics_into_a_weight_is_refused(clipping: str, raw: bool) -> None:
+    if clipping == "flat":
+        register_grad_sampler(SetItselfUp)(lambda layer, a, b: {layer.weight: a[0] * b})
+    eng, model = engine(), nn.Sequential(SetItselfUp(raw), nn.Linear(4, 2))
+    module, _, loader = make_anew(eng, model, optim.SGD(model.parameters(), lr=0.1), clipping)
+    with pytest.raises(MovingBufferError, match=r"a training forward moved parameter '0\.weight'"):
+        module(next(iter(loader))[0])
+
+
+def test_the_watch_over_parameters_takes_itself_off() -> None:
+    _, _, module, private, loader = set_up("batch")
+    one_pass(module, private, loader)
+    assert not module._forward_hooks
+    assert not any(isinstance(hook.__self__, ParameterWatch) for hook in module._forward_pre_hooks.values())
+
+
+def test_bounds_by_layer_are_one_for_each_parameter() -> None:
+    with pytest.raises(ValueError, match="max_grad_norm has 3 bounds for 10 trainable parameters"):
+        make_private(network(), clipping="per_layer", max_grad_norm=[1.0] * 3, batch_norm=public())
+
+
+def test_frozen_layers_keep_their_mode_when_make_private_fails() -> None:
+    model = network()
+    with pytest.raises(RuntimeError, match="conv2d"):
+        make_private(model, batch_norm="frozen", alc=DataLoader(blobs(20), batch_size=4))
+    assert all(layer.training for layer in model)

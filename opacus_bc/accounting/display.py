@@ -27,6 +27,8 @@ def rounded_down(value: float, digits: int = 4) -> str:
 def _rounded(value: float, digits: int, rounding: str) -> str:
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
+    if float(f"{value:.{digits}g}") == value:
+        return f"{value:.{digits}g}"  # 0.1 is 0.1, whatever its binary expansion
     exact = Decimal(value)
     place = Decimal(1).scaleb(exact.adjusted() - digits + 1)
     return f"{float(exact.quantize(place, rounding=rounding)):.{digits}g}"
