@@ -80,8 +80,9 @@ FIGURES: tuple[Spec, ...] = (
         ),
         claims=(
             Claim(words="the enhanced ALC beats Zhang's", above=("BC, C = 0.0095", "Zhang")),
+            Claim(words="the same at C = 0.095", above=("BC, C = 0.095", "Zhang")),
             Claim(words="BC converges while IC does not", above=("BC, C = 0.0095", "IC, C = 0.0095")),
-            Claim(words="the same at C = 0.095", above=("BC, C = 0.095", "IC, C = 0.095")),
+            Claim(words="BC is ahead of IC at C = 0.095", above=("BC, C = 0.095", "IC, C = 0.095")),
         ),
     ),
     _resnet(
