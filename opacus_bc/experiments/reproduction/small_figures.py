@@ -100,12 +100,16 @@ CONVNET: tuple[Spec, ...] = (
     ),
     _convnet(
         id="fig14",
-        title="BC + ALC with and without BatchNorm",
+        title="BC + ALC with and without BatchNorm (IC at the same σ and C is ours)",
         where="figure 14, section A.3",
         axis="m",
         runs=(
             *sweep(_NOISY, "batch_size", (64, 1024), core=(64, 1024), suffix=_WITH),
             *sweep(replace(_NOISY, norm="none"), "batch_size", (64, 1024), core=(64, 1024), suffix=_WITHOUT),
+            *sweep(replace(_NOISY, mode="ic"), "batch_size", (64, 1024), suffix=f", IC{_WITH}"),
+            *sweep(
+                replace(_NOISY, mode="ic", norm="none"), "batch_size", (64, 1024), suffix=f", IC{_WITHOUT}"
+            ),
         ),
         claims=(
             Claim(words="BatchNorm is worth about 5 points", gap=(f"m = 64{_WITH}", f"m = 64{_WITHOUT}")),
@@ -168,7 +172,12 @@ LENET: tuple[Spec, ...] = (
                 {0.5: prints(84.80), 1.5: prints(67, about=True), 2.5: prints(50.38)},
                 core=(0.5, 1.5, 2.5),
             ),
-            replace(_AT_2_5, label="σ = 2.5, L by tensor", layers="parameter"),
+            replace(
+                _AT_2_5,
+                label="σ = 2.5, L by tensor",
+                layers="parameter",
+                variants=("paper", "sound", "unprotected"),  # "code" clips by tensor anyway
+            ),
             replace(_AT_2_5, label="σ = 2.5, noise divided by m", sigma=2.5 / 64, variants=("paper", "code")),
         ),
         claims=(Claim(words="accuracy falls with noise", above=("σ = 0.5", "σ = 1.5", "σ = 2.5")),),
