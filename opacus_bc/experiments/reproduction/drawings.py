@@ -41,7 +41,7 @@ def draw_guarantees(folder: Path) -> Path:
     """What the printed guarantees amount to, by reading: epsilon at delta = 1e-5 on a logarithmic axis."""
     facts = {fact.key: fact for fact in GUARANTEES.facts}
     readings = {
-        "that G_μ taken at its word": ("claimed_2.5", "claimed_1.5"),
+        "the paper's G_μ taken at its word": ("claimed_2.5", "claimed_1.5"),
         "C_q of the paper's theory": ("eps_2.5_partition", "eps_1.5_partition"),
         "Poisson sampling": ("eps_2.5", "eps_1.5"),
         "Poisson, L = 16 by tensor": ("eps_tensor",),
@@ -85,7 +85,8 @@ def _over_epochs(axes: Any, rows: Sequence[Row]) -> None:
             color=plots._style(labels.index(row.run.label))["color"], linestyle=_DASHES[row.variant],
             label=f"{row.run.label}, {row.variant if row.run.mode != 'none' else 'no privacy'}{note}",
         )  # fmt: skip
-    for row in rows:
+    stars = {(row.paper.epoch, row.paper.value): row for row in reversed(rows) if row.paper is not None}
+    for row in stars.values():  # the first run that it belongs to gives the colour
         if row.paper is not None:
             colour = plots._style(labels.index(row.run.label))["color"]
             axes.plot(row.paper.epoch, row.paper.value, marker="*", color=colour, markersize=9)

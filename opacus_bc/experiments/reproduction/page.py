@@ -19,7 +19,8 @@ from opacus_bc.experiments.reproduction.guarantees import GUARANTEES
 from opacus_bc.experiments.reproduction.registry import SPECS
 from opacus_bc.experiments.reproduction.results import Results, rows_of, slow_norms
 from opacus_bc.experiments.reproduction.sheets import SHEETS
-from opacus_bc.experiments.reproduction.specs import Spec
+from opacus_bc.experiments.reproduction.runs import family
+from opacus_bc.experiments.reproduction.specs import Spec, cell_of
 from opacus_bc.experiments.store import write_atomically
 
 PICTURES = "images/reproduction"  # beside the page
@@ -80,24 +81,30 @@ def _state(results: Results) -> str:
     """How many runs there are, how long they are, and what became of the paper's numbers."""
     everything = [result for group in results.values() for result in group]
     epochs = sum(len(result["accuracies"]) for result in everything)
-    printed = [
-        row for spec in SPECS.values() for row in rows_of(spec, results) if row.paper and row.ours is not None
-    ]
+    printed = {  # several figures share runs and print their numbers again
+        (family(cell_of(spec, row.run, row.variant)), row.limit, row.paper): row.verdict
+        for spec in SPECS.values()
+        for row in rows_of(spec, results)
+        if row.paper and row.ours is not None
+    }
     counts = {
-        verdict: sum(row.verdict == verdict for row in printed)
+        verdict: sum(found == verdict for found in printed.values())
         for verdict in ("reached", "above", "below", "partial run")
     }
     words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     lines = [
-        f"{len(everything)} runs with {epochs:,} epochs in all are kept. Of {len(printed)} rows with a "
-        f"number of ours and one of the paper's: {words} (a partial run has fewer epochs or images)."
+        f"{len(everything)} runs with {epochs:,} epochs in all are kept. Of {len(printed)} different pairs of "
+        f"a run and a printed number: {words} (a partial run has fewer epochs or images)."
     ]
     for result in everything:
         if result.get("layer_norms"):
             slow, total = slow_norms(result)
+            first, last = result["layer_norms"][0], result["layer_norms"][-1]
+            grown = sum(last[name] > first[name] for name in first if name in last)
             lines.append(
                 f"Figure 1: after {len(result['accuracies'])} epochs {slow} of {total} tensors keep more "
-                "than half of their first gradient norm."
+                f"than half of their first gradient norm, and {grown} of them have grown: too short a run to "
+                "show the slow fall."
             )
     return " ".join(lines)
 

@@ -141,9 +141,9 @@ def summary_table(results: Results) -> str:
                 values = cells(row)
                 body.append((spec.id, *values[:4], values[5], values[6], row.verdict))
             elif row.variant in DEFAULT:
-                missing[spec.id] = None
+                missing[f"{spec.id} ({row.variant})"] = None
     table = markdown(("figure", *HEAD[:4], HEAD[5], HEAD[6], "verdict"), body)
-    left = f"\n\nStill without some of its printed numbers: {', '.join(missing)}." if missing else ""
+    left = f"\n\nWithout a run for some printed number: {', '.join(missing)}." if missing else ""
     return (table if body else "Nothing has been run yet.") + left
 
 
