@@ -18,8 +18,8 @@ from opacus_bc.experiments.reproduction.facts import Sheet
 from opacus_bc.experiments.reproduction.guarantees import GUARANTEES
 from opacus_bc.experiments.reproduction.registry import SPECS
 from opacus_bc.experiments.reproduction.results import Results, rows_of, slow_norms
-from opacus_bc.experiments.reproduction.sheets import SHEETS
 from opacus_bc.experiments.reproduction.runs import family
+from opacus_bc.experiments.reproduction.sheets import SHEETS
 from opacus_bc.experiments.reproduction.specs import Spec, cell_of
 from opacus_bc.experiments.store import write_atomically
 
