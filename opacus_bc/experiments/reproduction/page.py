@@ -93,8 +93,8 @@ def _state(results: Results) -> str:
     }
     words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     lines = [
-        f"{len(everything)} runs with {epochs:,} epochs in all are kept. Of {len(printed)} different pairs of "
-        f"a run and a printed number: {words} (a partial run has fewer epochs or images)."
+        f"{len(everything)} runs with {epochs:,} epochs in all are kept. Of {len(printed)} different pairs "
+        f"of a run and a printed number: {words} (a partial run has fewer epochs or images)."
     ]
     for result in everything:
         if result.get("layer_norms"):
