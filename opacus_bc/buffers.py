@@ -177,7 +177,7 @@ def _marks(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: torch.stack([p.sum(), torch.linalg.vector_norm(p)])
         for name, p in module.named_parameters()
-        if p.is_floating_point() and type(p) is nn.Parameter and not isinstance(p.data, DTensor)
+        if type(p) is nn.Parameter and p.is_floating_point() and not isinstance(p.data, DTensor)
     }
 
 

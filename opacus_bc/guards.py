@@ -55,7 +55,7 @@ def check_individual(
             f"got {max_grad_norm!r}"
         )
     trainable = sum(p.requires_grad for p in module.parameters())
-    if len(max_grad_norm) != trainable:
+    if trainable and len(max_grad_norm) != trainable:
         raise ValueError(
             f"max_grad_norm has {len(max_grad_norm)} bounds for {trainable} trainable parameters"
         )

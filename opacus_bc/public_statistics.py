@@ -74,12 +74,19 @@ class PublicBatches:
         return self._batches
 
     def first(self) -> Any:
-        """A batch to try the model on; nothing is kept in memory for it before it is needed."""
-        if self._batches or isinstance(self.config.loader.dataset, IterableDataset):
-            return self[0]  # a stream may be readable only once
-        one = PublicBatches(self.config)
-        one._read(enough=1)
-        return one[0]
+        """Two samples to try the model on; the rest is not kept in memory before it is needed."""
+        source = self
+        if not self._batches and not isinstance(self.config.loader.dataset, IterableDataset):
+            source = PublicBatches(self.config)  # a stream may be readable only once
+            source._read(enough=1)
+        batch = source[0]
+        rows = _rows(batch)
+        if not isinstance(batch, dict):
+            return batch[:2]
+        return {
+            key: value[:2] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+            for key, value in batch.items()
+        }
 
     def __getitem__(self, index: int) -> Any:
         batches = self.all()

