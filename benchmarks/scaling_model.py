@@ -39,7 +39,7 @@ class Machine:
     latency: float = 20e-6
     memory_bandwidth: float = 1.5e12
     draw: float = 1e-7
-    coin: float = 3e-8
+    coin: float = 9e-9
     hooks: float = 3.0
 
     def reduce(self, ranks: int, numbers: float) -> float:

@@ -57,6 +57,12 @@ def test_the_scaling_page_shows_what_the_model_prints(
     assert memory.rpartition(": ")[2] in page
 
 
+def test_the_scaling_page_shows_what_was_measured_of_sampling() -> None:
+    page = (DOCS / "scaling.md").read_text()
+    for row in json.loads((ROOT / "benchmarks" / "results" / "sampling.json").read_text())["rows"]:
+        assert f"| {row['N']:,} | {row['ours_us']:,} | {row['opacus_us']:,} |" in page
+
+
 def test_the_mathematics_names_tests_that_exist() -> None:
     page = (DOCS / "mathematics.md").read_text()
     named = set(re.findall(r"`(test_\w+\.py)`", page))
