@@ -1,7 +1,8 @@
 """Claim: batch clipping costs little more than plain SGD on convolutional networks; IC with public BatchNorm
 costs what stock Opacus costs.
 
-    python benchmarks/performance.py [--parts networks batch ...] [--rounds 7] [--memory] [--page]
+    python benchmarks/performance.py [--parts networks batch ...] [--networks convnet ...] [--rounds 7]
+                                     [--memory] [--page]
 
 Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process
 with one thread, by CPU time, so that other processes disturb little; a ratio is the median over rounds of the
@@ -210,9 +211,28 @@ def accounting(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+_only: list[str] = []
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that ``--networks`` asks for; all if it asks for none."""
+    return [name for name in names if not _only or name in _only]
+
+
+def merged(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New rows in the place of kept ones of the same networks."""
+    order = {name: place for place, name in enumerate(networks.NETWORKS)}
+    measured = {row["network"] for row in new}
+    rows = [*new, *(row for row in kept if row["network"] not in measured)]
+    return sorted(rows, key=lambda row: order.get(row["network"], 0))
+
+
 PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    # Steps of the small networks scatter more and cost little: they get more rounds.
     "networks": lambda rounds: [
-        row for name in networks.NETWORKS for row in measure(METHODS, name, BATCH, rounds)
+        row
+        for name in chosen(networks.NETWORKS)
+        for row in measure(METHODS, name, BATCH, rounds if name == "resnet18" else 3 * rounds)
     ],
     "batch": lambda rounds: [
         row for batch in (16, 32, 64, 128, 256) for row in measure(GROWING, "convnet", batch, rounds)
@@ -239,6 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--networks", nargs="*", default=[], choices=networks.NETWORKS)
     parser.add_argument("--memory", action="store_true", help="measure memory only")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     args = parser.parse_args()
@@ -246,13 +267,15 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    _only.extend(args.networks)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for part in args.parts if args.memory else ():
         if part != "accounting":
             remember(kept[part]["rows"])
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     for part in () if args.page or args.memory else args.parts:
-        kept[part] = {"rounds": args.rounds, "rows": PARTS[part](args.rounds)}
+        before = kept[part]["rows"] if part == "networks" and args.networks else []
+        kept[part] = {"rounds": args.rounds, "rows": merged(before, PARTS[part](args.rounds))}
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     write_page(kept, json.loads((RESULTS.parent / "sampling.json").read_text()))
 

@@ -45,6 +45,12 @@ def _figure(row: Mapping[str, Any]) -> str:
     return f"{row['time']:.2f} ({row['low']:.2f}–{row['high']:.2f})"
 
 
+def _rounds(rows: Rows) -> str:
+    """How many rounds each network had."""
+    counts = {row["network"]: len(row["ratios"]) for row in rows}
+    return "rounds: " + ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
@@ -69,7 +75,7 @@ def _networks(part: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             "## A step, by network",
-            f"Batch {rows[0]['batch']}, {part['rounds']} rounds. **Time** of a step over plain SGD's:",
+            f"Batch {rows[0]['batch']}; {_rounds(rows)}. **Time** of a step over plain SGD's:",
             times,
             "**Peak memory** over plain SGD's:",
             memory,
