@@ -274,8 +274,10 @@ def main() -> None:
             remember(kept[part]["rows"])
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     for part in () if args.page or args.memory else args.parts:
-        before = kept[part]["rows"] if part == "networks" and args.networks else []
-        kept[part] = {"rounds": args.rounds, "rows": merged(before, PARTS[part](args.rounds))}
+        rows = PARTS[part](args.rounds)
+        if part == "networks" and args.networks:
+            rows = merged(kept[part]["rows"], rows)
+        kept[part] = {"rounds": args.rounds, "rows": rows}
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     write_page(kept, json.loads((RESULTS.parent / "sampling.json").read_text()))
 
