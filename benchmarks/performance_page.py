@@ -164,8 +164,11 @@ def _panels(picture: str, curves: Sequence[tuple[str, str, Rows, str, str]]) -> 
         axes.plot(x, y, marker="o", markersize=4)
         axes.fill_between(x, [row["low"] for row in mine], [row["high"] for row in mine], alpha=0.15)
         axes.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
-        axes.set_xticks(x, [f"{value:,g}" for value in x], fontsize=8)
+        axes.set_xticks(x, [f"{value:,}" for value in x], fontsize=8)
         axes.minorticks_off()
+        bottom, top = axes.get_ylim()
+        ticks = [t for t in (0.25, 0.5, 0.7, 1, 2, 4, 8, 16, 64, 256, 1024) if bottom <= t <= top]
+        axes.set_yticks(ticks, [f"{t:,g}" for t in ticks])
         axes.grid(alpha=0.3)
     figure.savefig(PAGE.parent / picture, dpi=130)
 
