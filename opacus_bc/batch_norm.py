@@ -132,7 +132,8 @@ class BatchNormPolicy:
             self.keeper = (ConstantsKeeper if self.individual else PublicKeeper)(self.root, batches)
         elif self.private and self.layers:
             self.keeper = PrivateKeeper(self.root, self.private, normaliser=normaliser, adjacency=adjacency)
-            self.keeper.warn_of_noise(max(int(child.num_features) for child in self.layers.values()))  # type: ignore[arg-type]
+            widest = max(int(child.num_features) for child in self.layers.values())  # type: ignore[arg-type]  # norm layers have it
+            self.keeper.warn_of_noise(widest)
         for child in self.layers.values():
             self._patch(child)
         if isinstance(self.keeper, PublicKeeper):

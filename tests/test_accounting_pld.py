@@ -122,8 +122,8 @@ def test_fifteen_rows_computed_again_agree_with_the_table_and_with_us(row: dict[
         ("prv_lower", prv_lower),
         ("prv_upper", prv_upper),
     ):
-        # Other versions of these tools, and of what they rest on, differ in the fourth digit.
-        assert value == pytest.approx(float(row[name]), rel=1e-3), name
+        # At such deltas the other tools' FFTs round: numpy 2.5 moves dp-accounting's bound by up to 4e-4.
+        assert value == pytest.approx(float(row[name]), rel=1e-3 if delta < 1e-8 else 1e-6), name
     ours = query.epsilon_upper(*steps_of(row))
     assert ours >= max(dp_lower, prv_lower)
     assert ours <= prv_upper
