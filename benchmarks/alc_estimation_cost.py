@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import ALC, PrivacyEngine
-from opacus_bc.experiments.models import build
+from opacus_bc.experiments.training.models import build
 
 LIMIT = 0.05
 TIMED_STEPS = 6

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_bc import ALC, PrivacyEngine
-from opacus_bc.experiments.data import Data, load
-from opacus_bc.experiments.models import bn_lenet5
+from opacus_bc.experiments.training.data import Data, load
+from opacus_bc.experiments.training.models import bn_lenet5
 
 CLIP = 0.2  # the paper's C for BN-LeNet-5
 BATCH = 64

@@ -23,7 +23,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import PrivacyEngine
-from opacus_bc.experiments.models import bn_lenet5, convnet
+from opacus_bc.experiments.training.models import bn_lenet5, convnet
 
 ROUNDS = 12
 BATCH = 128

@@ -32,9 +32,9 @@ from tqdm import tqdm
 
 from opacus_bc import ALC, BatchMemoryManager, PrivacyEngine
 from opacus_bc.accounting import epsilon as certified_epsilon
-from opacus_bc.experiments.data import Data, augment, deskew, load
-from opacus_bc.experiments.models import bn_lenet5
-from opacus_bc.public_statistics import PublicStatistics
+from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.experiments.training.data import Data, augment, deskew, load
+from opacus_bc.experiments.training.models import bn_lenet5
 
 EPSILON, DELTA = 1.57, 1e-5
 PUBLIC_BATCH, PHYSICAL_BATCH, SHIFT = 512, 64, 1

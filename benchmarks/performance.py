@@ -8,9 +8,9 @@ Whole steps (loader, forward, backward, optimizer) on random data, in turns, rou
 with one thread, by CPU time, so that other processes disturb little; a ratio is the median over rounds of the
 ratio to plain SGD in the same round. Individual clipping with public BatchNorm is measured twice, without new
 statistics and with new ones at every step; the row is the mean that new ones at every tenth step would have.
-glibc is told to keep freed memory: by default it gives large tensors
-back to the system again and again, and who pays for that changes from run to run. Memory is that of all
-tensors (`opacus_bc.experiments.measure.TensorMemory`), at its peak. Stock Opacus trains the network with
+glibc is told to keep freed memory: by default it gives large tensors back to the system again and again, and
+who pays for that changes from run to run. Memory is that of all tensors
+(`opacus_bc.experiments.training.measure.TensorMemory`), at its peak. Stock Opacus trains the network with
 GroupNorm (the transformer: LayerNorm). Results are kept in ``results/performance.json`` part by part;
 ``--memory`` measures memory anew and keeps the times; ``--page`` only writes docs/performance.md and its
 pictures from what is kept and from ``results/sampling.json``.
@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_bc import PrivacyEngine
 from opacus_bc.accounting import query
 from opacus_bc.accounting.lattice import Step
-from opacus_bc.experiments.measure import TensorMemory
+from opacus_bc.experiments.training.measure import TensorMemory
 
 RESULTS = Path(__file__).parent / "results" / "performance.json"
 METHODS = (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from opacus_bc.experiments import models
+from opacus_bc.experiments.training import models
 
 Norm = Literal["batch", "group"]
 NETWORKS = ("bn_lenet5", "convnet", "resnet18", "transformer")

@@ -3,7 +3,7 @@
     python benchmarks/sampling.py
 
 Draws are interleaved, by CPU time, with one thread; the ratio is the median over rounds, with its quartiles.
-`tests/test_sampling.py` shows that the distribution is the same.
+`tests/draws/test_sampling.py` shows that the distribution is the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
-from opacus_bc.sampling import PoissonBins, SamplingPlan
+from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.draws.sources import PoissonBins
 
 BATCH, ROUNDS = 1024, 15
 

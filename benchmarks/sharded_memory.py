@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import PrivacyEngine
-from opacus_bc.shards import local_part
+from opacus_bc.parallel.shards import local_part
 
 STEPS = 3
 

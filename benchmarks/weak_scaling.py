@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import PrivacyEngine
-from opacus_bc.sampling import PoissonBins, SamplingPlan
+from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.draws.sources import PoissonBins
 
 
 def network(width: int) -> nn.Module:

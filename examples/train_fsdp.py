@@ -47,7 +47,6 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same initial weights everywhere
     model = network()
-    torch.seed()  # noise must not come again when the script is started anew
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Linear):

@@ -2,19 +2,19 @@
 
 from opacus_bc import accounting
 from opacus_bc.accounting import FDPAccountant, TradeOffCurve
-from opacus_bc.alc import ALC
-from opacus_bc.buffers import MovingBufferError
-from opacus_bc.checkpoint import CheckpointError
-from opacus_bc.individual import IndividualClippingOptimizer
-from opacus_bc.loader import BatchMemoryManager, PrivateDataLoader
-from opacus_bc.local_update import local_update
-from opacus_bc.norm_policies import BatchNormPolicyError, UnprotectedStatisticsError
-from opacus_bc.optimizer import BatchClippingOptimizer
-from opacus_bc.privacy_engine import PrivacyEngine
-from opacus_bc.private_statistics import PrivateStatistics
-from opacus_bc.public_data import PublicDataError
-from opacus_bc.public_statistics import PublicStatistics
-from opacus_bc.sparsification import FreezeConverged
+from opacus_bc.alc.config import ALC
+from opacus_bc.alc.freezing import FreezeConverged
+from opacus_bc.batch_norm.buffers import MovingBufferError
+from opacus_bc.batch_norm.choices import BatchNormPolicyError, UnprotectedStatisticsError
+from opacus_bc.batch_norm.private import PrivateStatistics
+from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.draws.loader import BatchMemoryManager, PrivateDataLoader
+from opacus_bc.engine.privacy_engine import PrivacyEngine
+from opacus_bc.engine.resume.files import CheckpointError
+from opacus_bc.gradients.local_update import local_update
+from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
+from opacus_bc.optimizers.samples import IndividualClippingOptimizer
+from opacus_bc.public.data import PublicDataError
 
 __version__ = "0.1.0"
 

@@ -16,19 +16,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from opacus_bc import accounting
 from opacus_bc.accounting.display import rounded_up
 from opacus_bc.accounting.events import check_count, check_number, check_sigma
 from opacus_bc.audit.command import audit
-from opacus_bc.experiments.compare import compare
-from opacus_bc.experiments.reproduction.command import reproduce
-
-Sampling = Literal["poisson", "partition", "shuffle"]
+from opacus_bc.experiments.compare.command import compare
+from opacus_bc.experiments.reproduce.command import reproduce
+from opacus_bc.mechanism.blocks import over_layers
+from opacus_bc.mechanism.names import Sampling, adjacency_of
 
 EXTRA = "the command line needs tyro and rich: pip install 'opacus-bc[experiments]'"
-ADJACENCY = {"poisson": "add/remove one", "partition": "replace one", "shuffle": "replace one"}
 MEANINGLESS = 50.0
 _PRV_POINTS = 2e7  # Opacus's PRV accountant beyond this many lattice points exhausts the memory
 
@@ -194,15 +193,15 @@ def report(
         passes=plan.passes,
     )
     releases = plan.passes if sampling == "shuffle" else plan.steps
-    unamplified = math.sqrt(releases * layers) / sigma if sigma > 0 else math.inf
+    sigma_eff = over_layers(sigma, layers)
+    unamplified = math.sqrt(releases) / sigma_eff if sigma > 0 else math.inf
     mu = min(curve.dominating_mu(delta), unamplified)
     if plot is not None:
         curve.plot(plot, mu=mu)
-    sigma_eff = sigma / math.sqrt(layers)
     return {
         "epsilon": value,
         "delta": delta,
-        "adjacency": ADJACENCY[sampling],
+        "adjacency": adjacency_of(sampling),
         "sampling": sampling,
         "noise_multiplier": sigma,
         "layers": layers,

@@ -1,6 +1,11 @@
-"""What pytest must know before any test is collected."""
+"""What pytest must know before any test is collected, and what every test gets."""
 
 from __future__ import annotations
+
+import itertools
+import os
+import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,3 +13,18 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Warnings are errors; this one is torch's advice to users of one release of Python."""
     config.addinivalue_line("filterwarnings", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _repeatable_entropy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's entropy comes from the test's name, so that a statistical test has a fixed seed.
+
+    Every call gives other bytes, and a forked process others than its parent.
+    """
+    calls, home = itertools.count(), os.getpid()
+
+    def urandom(size: int) -> bytes:
+        apart = "" if os.getpid() == home else os.getpid()
+        return random.Random(f"{request.node.nodeid} {next(calls)} {apart}").randbytes(size)
+
+    monkeypatch.setattr("opacus_bc.mechanism.randomness.os", SimpleNamespace(urandom=urandom))

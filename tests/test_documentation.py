@@ -65,9 +65,17 @@ def test_the_scaling_page_shows_what_was_measured_of_sampling() -> None:
 
 def test_the_mathematics_names_tests_that_exist() -> None:
     page = (DOCS / "mathematics.md").read_text()
-    named = set(re.findall(r"`(test_\w+\.py)`", page))
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", page))
     assert named
-    assert all((ROOT / "tests" / name).is_file() for name in named)
+    assert all((ROOT / name).is_file() for name in named)
+    assert not re.findall(r"`test_\w+\.py`", page)  # with their folder
+
+
+def test_documents_name_modules_and_tests_that_exist() -> None:
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("[be]*/README.md")]
+    for page in pages:
+        named = re.findall(r"\b((?:opacus_bc|tests|benchmarks|examples)/[\w/]+\.py)\b", page.read_text())
+        assert not [name for name in named if not (ROOT / name).is_file()], page
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -78,7 +78,7 @@ print(f"claimed epsilon at delta {right.delta:g}: {up(right.claimed_epsilon)}")
 # again. The accountant does not notice.
 
 # %%
-with mock.patch("opacus_bc.clipping.sensitivity", lambda clip_bound, *, unit, adjacency: clip_bound):
+with mock.patch("opacus_bc.mechanism.blocks.sensitivity", lambda clip_bound, *, unit, adjacency: clip_bound):
     broken = audit_worst_case(toy, name="noise for C", repetitions=REPETITIONS)
 print(f"claimed mu {broken.claimed_mu:.2f}, audited mu >= {down(broken.audited_mu)}: {broken.verdict}")
 

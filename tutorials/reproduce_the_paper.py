@@ -32,10 +32,10 @@ import numpy as np
 
 from opacus_bc import TradeOffCurve, accounting
 from opacus_bc.accounting.display import rounded_up
-from opacus_bc.experiments.reproduction.registry import SPECS
-from opacus_bc.experiments.reproduction.results import rows_of
-from opacus_bc.experiments.reproduction.runs import load_results
-from opacus_bc.experiments.store import Store
+from opacus_bc.experiments.reproduce.registry import SPECS
+from opacus_bc.experiments.reproduce.results import rows_of
+from opacus_bc.experiments.reproduce.runs import load_results
+from opacus_bc.experiments.training.store import Store
 
 plt.rcParams.update(
     {"figure.dpi": 100, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}

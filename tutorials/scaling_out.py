@@ -38,7 +38,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from opacus_bc import PrivacyEngine
-from opacus_bc.sampling import PoissonBins, SamplingPlan
+from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.draws.sources import PoissonBins
 
 # Cryptographic noise is not for a notebook; Opacus's hooks see inputs without gradients.
 warnings.filterwarnings("ignore", message="Secure RNG turned off|Full backward hook")
@@ -179,9 +180,10 @@ def start():
     made = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        data_loader=DataLoader(private, batch_size=160, shuffle=True),
+        data_loader=DataLoader(private, batch_size=160, generator=torch.Generator().manual_seed(1)),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        noise_generator=torch.Generator().manual_seed(2),  # known seeds: only to compare two runs
         clipping="batch",
         mini_batch_size=8,
         batch_norm=DataLoader(public, batch_size=197),

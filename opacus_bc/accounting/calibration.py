@@ -11,7 +11,6 @@ from opacus_bc.accounting.events import (
     RELEASE,
     REPLACE_RELEASE,
     Entry,
-    Sampling,
     check_count,
     check_delta,
     check_number,
@@ -20,6 +19,8 @@ from opacus_bc.accounting.events import (
     to_steps,
 )
 from opacus_bc.accounting.tradeoff import TradeOffCurve
+from opacus_bc.mechanism.blocks import over_layers
+from opacus_bc.mechanism.names import Sampling
 
 _SMALLEST, _LARGEST = 1e-4, 1e7
 _TOLERANCE = 5e-4  # calibrated values lie within [1 - 2 * tolerance, 1] of the target
@@ -97,7 +98,7 @@ def epsilon(
     sigma = check_sigma(noise_multiplier)
     rate, steps, layers, sampling, number = _checked(sample_rate, steps, layers, sampling, passes)
     return query.epsilon_upper(
-        to_steps(_entries(sigma / math.sqrt(layers), rate, steps, sampling, number, ())), delta
+        to_steps(_entries(over_layers(sigma, layers), rate, steps, sampling, number, ())), delta
     )
 
 
@@ -113,7 +114,7 @@ def tradeoff(
     """Certified trade-off curve; arguments as for `epsilon`."""
     sigma = check_sigma(noise_multiplier)
     rate, steps, layers, sampling, number = _checked(sample_rate, steps, layers, sampling, passes)
-    return tradeoff_of(_entries(sigma / math.sqrt(layers), rate, steps, sampling, number, ()))
+    return tradeoff_of(_entries(over_layers(sigma, layers), rate, steps, sampling, number, ()))
 
 
 def noise_multiplier(
@@ -170,7 +171,7 @@ def noise_multiplier(
         )
     if steps == 0 or rate == 0:
         return 0.0
-    return _search(value, target) * math.sqrt(layers)
+    return _search(value, target) / over_layers(1.0, layers)
 
 
 def _objective(

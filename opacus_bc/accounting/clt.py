@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from scipy.special import ndtr
 
 from opacus_bc.accounting.events import RELEASES, Entry, check_count, check_number, check_sigma
+from opacus_bc.mechanism.blocks import over_layers
 
 
 def h(sigma: float) -> float:
@@ -44,7 +45,7 @@ def mu_clt(*, noise_multiplier: float, sample_rate: float, steps: int, layers: i
     >>> round(mu_clt(noise_multiplier=1.5, sample_rate=64 / 54000, steps=42188, layers=8), 2)
     1.99
     """
-    sigma = check_sigma(noise_multiplier) / math.sqrt(check_count("layers", layers, 1))
+    sigma = over_layers(check_sigma(noise_multiplier), check_count("layers", layers, 1))
     rate = check_number("sample_rate", sample_rate, 0, 1)
     return mu_clt_of([(sigma, rate, check_count("steps", steps), "poisson")])
 

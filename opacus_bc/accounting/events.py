@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from opacus_bc.accounting.lattice import Floats, Step
+from opacus_bc.mechanism.names import SAMPLINGS, Adjacency, Sampling, adjacency_of
 
-Sampling = Literal["poisson", "partition", "shuffle"]
 Entry: TypeAlias = tuple[float, float, int, str]
 
-SAMPLINGS: tuple[str, ...] = get_args(Sampling)
 # One-off Gaussian releases of all the data; each kind says against which neighbours its sigma was taken.
 RELEASE, REPLACE_RELEASE = "release", "release (replace one)"
 RELEASES = (RELEASE, REPLACE_RELEASE)
-ADJACENCY = {
-    "poisson": "add/remove one",
-    "partition": "replace one",
-    "shuffle": "replace one",
+ADJACENCY: dict[str, Adjacency] = {
+    **{sampling: adjacency_of(sampling) for sampling in SAMPLINGS},
     RELEASE: "add/remove one",
     REPLACE_RELEASE: "replace one",
 }
@@ -70,7 +67,7 @@ def check_sampling(sampling: str) -> Sampling:
     """One of the three samplings."""
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} must be one of {', '.join(map(repr, SAMPLINGS))}.")
-    return cast(Sampling, sampling)
+    return sampling
 
 
 def check_entry(entry: Sequence[Any]) -> Entry:

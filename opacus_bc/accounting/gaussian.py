@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import erfcx, log_ndtr, ndtr, ndtri
+from scipy.special import erfcx, ndtr, ndtri
 
 Floats = npt.NDArray[np.float64]
 
@@ -137,8 +137,3 @@ def _chernoff_outside(first: int, last: int, steps: int, rate: float) -> float:
         return math.exp(-steps * max(0.0, entropy))
 
     return (tail(first - 1) if first > 0 else 0.0) + (tail(last + 1) if last < steps else 0.0)
-
-
-def log_tail(x: float) -> float:
-    """Log Phi(-x)."""
-    return float(log_ndtr(-x))

@@ -71,7 +71,7 @@ class Lattice:
 def allowance(x: Floats) -> Floats:
     """Relative error granted to ndtr(x), and to exp(-x^2/2) erfcx: 64 + 3 x^2 units of rounding.
 
-    A rounded argument alone costs about x^2 units in the tail; `tests/test_accounting_pld.py` compares both
+    A rounded argument alone costs about x^2 units in the tail; `tests/accounting/test_pld.py` compares both
     with fifty digits.
     """
     return np.asarray(SPECIAL * (1 + np.square(x) / 20))

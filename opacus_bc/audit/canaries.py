@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_bc.audit.claims import AuditResult, Claim, Row
 from opacus_bc.audit.one_run import audit_one_run
 from opacus_bc.audit.scores import likelihood_ratio
-from opacus_bc.audit.toys import quiet_engine
+from opacus_bc.audit.toys import repeat_noise
+from opacus_bc.engine.privacy_engine import PrivacyEngine
 
 _SIZE = 100.0
 
@@ -76,7 +77,7 @@ def audit_many_canaries(
     how: dict[str, Any] = {"clipping": "flat"}
     if not individual:
         how = {"clipping": "batch", "mini_batch_size": mini_set_size}
-    engine = quiet_engine()
+    engine = PrivacyEngine()
     net, optimizer, private = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -85,6 +86,7 @@ def audit_many_canaries(
         max_grad_norm=max_grad_norm,
         **how,
     )
+    repeat_noise(optimizer, seed)
     outputs: list[Tensor] = []
 
     def record(*_: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Required, TypedDict
 import numpy as np
 
 from opacus_bc.accounting import FDPAccountant, TradeOffCurve
-from opacus_bc.accounting.events import SAMPLINGS, check_count, check_delta, check_entry, check_sampling
+from opacus_bc.accounting.events import check_count, check_delta, check_entry, check_sampling
 from opacus_bc.audit.bounds import (
     Rates,
     Scores,
@@ -22,7 +22,7 @@ from opacus_bc.audit.bounds import (
     mu_bound,
     share_of,
 )
-from opacus_bc.sampling import Sampling
+from opacus_bc.mechanism.names import SAMPLINGS, Sampling
 
 REPORT_LEVEL = 0.05
 VERDICT_LEVEL = 0.001

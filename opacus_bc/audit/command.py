@@ -22,7 +22,7 @@ from opacus_bc.audit.resumed import audit_resumed
 from opacus_bc.audit.toys import Toy, make_toy
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
 from opacus_bc.audit.worst_case import audit_worst_case, releases
-from opacus_bc.ledger import NoFreshBatchError
+from opacus_bc.draws.ledger import NoFreshBatchError
 
 Audit = Callable[..., AuditResult]
 

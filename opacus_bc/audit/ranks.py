@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from opacus_bc.audit.claims import AuditResult, Claim, Row
 from opacus_bc.audit.toys import Toy, make_toy
 from opacus_bc.audit.worst_case import Observed, judge_observed, participation, releases
-from opacus_bc.sampling import SMALLEST_MINI_SET
+from opacus_bc.draws.plan import SMALLEST_MINI_SET
 
 # What a process does: its rank, the number of ranks, a folder to meet in and leave results, the toy,
 # repetitions and seed.

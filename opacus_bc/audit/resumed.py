@@ -1,8 +1,8 @@
 """Runs that were broken off, saved and resumed: noise and draws must be fresh or go on, and the booking too.
 
 The second half of a run is made by another model, optimizer, loader and engine, set up with the seeds of the
-first ones, as a script that begins with ``torch.manual_seed`` does. Without care it would draw the same
-batches and add the same noise once more. An exact repetition of the first half would give nothing away, so
+first ones, as a script that passes seeded generators does. Without care it would draw the same batches and
+add the same noise once more. An exact repetition of the first half would give nothing away, so
 the loss changes its sign after the resume (the adversary chooses it): noise that comes back then cancels.
 """
 

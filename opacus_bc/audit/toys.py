@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_bc.alc import ALC
+from opacus_bc.alc.config import ALC
 from opacus_bc.audit.models import InnerProduct, Normalised, Wide
-from opacus_bc.block_optimizer import BlockOptimizer
-from opacus_bc.privacy_engine import PrivacyEngine
-from opacus_bc.public_statistics import PublicStatistics
-from opacus_bc.sampling import SMALLEST_MINI_SET, Sampling
+from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.draws.plan import SMALLEST_MINI_SET
+from opacus_bc.engine.privacy_engine import PrivacyEngine
+from opacus_bc.mechanism.names import Sampling
+from opacus_bc.mechanism.randomness import fresh_seed
 
 Method = Literal["BC", "GBC", "IC", "ALC", "ALC scale", "IC + ALC", "IC + BatchNorm"]
 Floats = npt.NDArray[np.float64]
@@ -121,22 +122,23 @@ class PrivateToy:
 
     def noise_stds(self) -> Floats:
         """Noise that the optimizer says it adds to every feature of the sum."""
-        if not isinstance(self.optimizer, BlockOptimizer):  # Opacus's own: one bound, one scale
-            scale = self.optimizer.noise_multiplier * self.optimizer.max_grad_norm
-            return np.full(self.inner.moved().shape[1], scale)
         by_name = {
             name: block.noise_std / factor
             for block in self.optimizer.blocks()
             for name, factor in zip(block.names, block.factors, strict=True)
         }
+        if len(set(by_name.values())) == 1:
+            return np.full(self.inner.moved().shape[1], next(iter(by_name.values())))
         return np.array([by_name[name] for name, _ in self.inner.named_parameters()])
 
 
-def quiet_engine() -> PrivacyEngine:
-    """An engine without the reminder that noise is not cryptographic."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Secure RNG turned off")
-        return PrivacyEngine()
+def _noise_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(2**20 + seed)  # apart from the draws' seeds
+
+
+def repeat_noise(optimizer: Any, seed: int) -> None:
+    """Seed the noise of an optimizer whose streams the operating system has seeded."""
+    optimizer.noise.reseed(fresh_seed(_noise_generator(seed)))
 
 
 def _gradient(module: nn.Module, batch: Any) -> None:
@@ -226,7 +228,7 @@ def make_toy(
 
     descent = torch.optim.SGD(inner.parameters(), lr=1.0)
     descent.register_step_post_hook(record)
-    engine = quiet_engine()
+    engine = PrivacyEngine()
     with warnings.catch_warnings():
         for message in ("noise_multiplier=0", "the public data has"):
             warnings.filterwarnings("ignore", message=message)
@@ -238,8 +240,11 @@ def make_toy(
             max_grad_norm=toy.max_grad_norm,
             clipping="flat" if toy.individual else "batch",
             sampling=toy.sampling,
+            noise_generator=None if toy.individual else _noise_generator(seed),
             **extra,
         )
+    if toy.individual:
+        repeat_noise(optimizer, seed)
     return PrivateToy(
         toy=toy,
         engine=engine,

@@ -19,8 +19,9 @@ from opacus_bc.accounting import TradeOffCurve
 from opacus_bc.audit.bounds import Scores
 from opacus_bc.audit.claims import AuditResult, Claim, Row, judge
 from opacus_bc.audit.scores import Attack, Floats, likelihood_ratio, silent_steps
-from opacus_bc.audit.toys import PrivateToy, Toy, make_toy, quiet_engine, samples
-from opacus_bc.public_statistics import PublicStatistics
+from opacus_bc.audit.toys import PrivateToy, Toy, make_toy, repeat_noise, samples
+from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.engine.privacy_engine import PrivacyEngine
 
 Train = Callable[[bool, int], float]
 Progress = Callable[[Iterable[int]], Iterable[int]]
@@ -200,16 +201,19 @@ def audit_buffers(
         norm: Any = nn.BatchNorm1d(1)
         # Statistics of the data themselves, or behind a layer into which they are differentiated.
         model = nn.Sequential(nn.Linear(1, 1), norm) if policy == "individual" else nn.Sequential(norm)
-        engine = quiet_engine()
+        engine = PrivacyEngine()
         net, optimizer, loader = engine.make_private(
             module=model.append(nn.Linear(1, 1)),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
             # The same public constants for both data sets: 64 or 65 samples, two steps a pass.
-            data_loader=DataLoader(TensorDataset(x), batch_size=40),
+            data_loader=DataLoader(
+                TensorDataset(x), batch_size=40, generator=torch.Generator().manual_seed(number)
+            ),
             noise_multiplier=noise_multiplier,
             max_grad_norm=1.0,
             **how[policy],
         )
+        repeat_noise(optimizer, number)
         if policy == "private":
             engine.recalibrate_batch_norm(noise_multiplier=noise_multiplier)
         else:

@@ -22,8 +22,9 @@ from opacus_bc.audit.bounds import Scores
 from opacus_bc.audit.claims import VERDICT_LEVEL, AuditResult, Claim, Row, judge
 from opacus_bc.audit.scores import Attack, Floats, learn_projection, likelihood_ratio, repeated_noise
 from opacus_bc.audit.toys import PrivateToy, Toy, make_toy
-from opacus_bc.loader import PrivateDataLoader
-from opacus_bc.sampling import SMALLEST_MINI_SET, Draw, SamplingPlan
+from opacus_bc.draws.loader import PrivateDataLoader
+from opacus_bc.draws.plan import SMALLEST_MINI_SET, SamplingPlan
+from opacus_bc.draws.sources import Draw
 
 Booleans = npt.NDArray[np.bool_]
 
@@ -64,9 +65,10 @@ def releases(
     content = private.contents(with_canary=with_canary, each=each)
     start = len(private.movements)
     end = start + draws * steps_per_draw
-    deliveries = _counted if private.toy.individual else _delivered
+    if private.toy.individual:
+        content = [[index for mini_set in content for index in mini_set]]
     while len(private.movements) < end:
-        for x in deliveries(private, content):
+        for x in _delivered(private, content):
             for _ in range(steps_per_draw):
                 private.step(x)
             if len(private.movements) == end:
@@ -74,15 +76,8 @@ def releases(
     return private.released(start)
 
 
-def _counted(private: PrivateToy, content: Draw) -> Iterator[Tensor]:
-    """Individual clipping: a pass over Opacus's sampler, whose draws are counted, with other content."""
-    batch = [index for mini_set in content for index in mini_set]
-    for _ in private.loader.batch_sampler:
-        yield private.data[batch]
-
-
 def _delivered(private: PrivateToy, content: Draw) -> Iterator[Tensor]:
-    """Batch clipping: a pass of the real loader over other draws."""
+    """A pass of the real loader over other draws."""
     draws = Repeated(private.loader.plan, content)
     loader = PrivateDataLoader(
         private.loader, draws=draws, ledger=private.loader.ledger, part=private.loader.part
@@ -116,11 +111,7 @@ def participation(private: PrivateToy, repetitions: int, draws: int) -> Booleans
 
 def _endless(private: PrivateToy) -> Iterator[Draw]:
     while True:
-        if private.toy.individual:
-            for batch in private.loader.batch_sampler:
-                yield [list(batch)]
-        else:
-            yield from private.loader.draws
+        yield from private.loader.draws
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

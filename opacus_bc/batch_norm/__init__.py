@@ -1,0 +1,1 @@
+"""What happens to running statistics: policies, layers, and who writes buffers."""

@@ -1,0 +1,236 @@
+"""What happens to running statistics: BatchNorm that does not leak.
+
+Gradients through batch statistics are inside the clipped vector. The running mean and variance are not: an
+ordinary forward in training mode writes raw private statistics into buffers that ship with the model. A
+policy says what happens instead; there is no silent default.
+
+==================  =========================================  ============================================
+policy              private forwards                           running statistics
+==================  =========================================  ============================================
+a public loader     batch clipping: the mini-set's own         re-estimated on public data when stale and
+                    statistics; individual clipping: those     about to be read
+                    of a public batch, as constants
+``"private"``       the mini-set's own                         ``engine.recalibrate_batch_norm``, with noise
+``"batch"``         the mini-set's own                         none; evaluation normalises with its batch
+``"frozen"``        the given running statistics               never written
+``"unprotected"``   as plain PyTorch                           **leak**; only to reproduce the paper
+==================  =========================================  ============================================
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+
+from torch import nn
+
+from opacus_bc.batch_norm.buffers import BufferWatch, Held, ParameterWatch, check_unmoved, snapshot
+from opacus_bc.batch_norm.choices import Config, check_policy, resolve
+from opacus_bc.batch_norm.constants import ConstantsKeeper
+from opacus_bc.batch_norm.keeper import Keeper
+from opacus_bc.batch_norm.layers import (
+    STATISTICS,
+    ConstantStatistics,
+    FrozenStatistics,
+    MiniSetStatistics,
+    PolicyLayer,
+    patch,
+    unpatch,
+)
+from opacus_bc.batch_norm.private import PrivateKeeper, PrivateStatistics
+from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper, PublicStatistics
+from opacus_bc.mechanism.names import Adjacency
+from opacus_bc.mechanism.numbers import check_count
+from opacus_bc.mechanism.types import Loader, State
+from opacus_bc.mechanism.warn import users_level
+from opacus_bc.public.data import PublicDataDescription, describe
+
+FINALIZED = (
+    "this model was finalized: its BatchNorm layers are plain again and would write private statistics. Call "
+    "make_private of this same engine anew to go on training: its accountant knows what was spent"
+)
+
+
+_NOBODY_WRITES = {
+    "none": "the model keeps no running statistics",
+    "batch": "no running statistics are kept; evaluation normalises with its own batch",
+    "frozen": "running statistics are the given ones and were never written",
+    "unprotected": "RUNNING STATISTICS LEAK: they were written from raw private batches and are not covered",
+}
+
+
+class BatchNormPolicy:
+    """A policy at work on one model. Made by :func:`make_policy`, which validates; ``install`` changes it.
+
+    **Formal guarantee**: between ``install`` and ``finish``, for every policy but ``"unprotected"``, no
+    training forward changes a buffer of a layer in ``layers``, and one that changes any other buffer raises.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: Config,
+        layers: dict[str, nn.Module],
+        *,
+        individual: bool,
+        refresh_every: int,
+    ) -> None:
+        self.root = root
+        self.layers = layers
+        self.individual = individual
+        self.config = config
+        self.public = config if isinstance(config, PublicStatistics) else None
+        self.name = policy_name(config) if layers else "none"
+        self.refresh_every = refresh_every
+        self.keeper = Keeper(_NOBODY_WRITES["none"])
+        self.finished = False
+        self._watches: list[BufferWatch | ParameterWatch] = []
+        self._before: Held = []
+        self._modes = [(child, child.training) for child in layers.values()]
+
+    @property
+    def protected(self) -> bool:
+        """False if running statistics leak."""
+        return self.name != "unprotected"
+
+    def install(
+        self, undo: ExitStack, *, normaliser: int = 1, adjacency: Adjacency = "add/remove one"
+    ) -> None:
+        """Make private forwards obey the policy; ``undo`` gets what takes the changes back.
+
+        ``"private"`` divides its sums by the public ``normaliser`` and protects neighbours by ``adjacency``.
+        """
+        undo.callback(self._withdraw)
+        self._before = snapshot(self.root)
+        self.keeper = self._make_keeper(normaliser, adjacency)
+        for child in self.layers.values():
+            self._patch(child, undo)
+        self.keeper.start()
+        answered = self.layers.values() if not self.protected else filter(is_patched, self.layers.values())
+        self._watches = [
+            BufferWatch(self.root, frozenset(id(child) for child in answered)),
+            ParameterWatch(self.root),
+        ]
+        if not self.protected:
+            warnings.warn(
+                f"batch_norm='unprotected': the running statistics of {len(self.layers)} layers are written "
+                "from raw private batches and ship with the model. Differential privacy does not hold; this "
+                "is meant for reproducing the paper and nothing else.",
+                stacklevel=users_level(),
+            )
+
+    def _make_keeper(self, normaliser: int, adjacency: Adjacency) -> Keeper:
+        if self.name == "public" and self.public is not None:
+            batches = PublicBatches(self.public)
+            if self.individual:
+                return ConstantsKeeper(self.root, batches, refresh_every=self.refresh_every)
+            return PublicKeeper(self.root, batches)
+        if self.name == "private" and isinstance(self.config, PrivateStatistics):
+            return PrivateKeeper(self.root, self.config, normaliser=normaliser, adjacency=adjacency)
+        return Keeper(_NOBODY_WRITES[self.name])
+
+    def _patch(self, child: nn.Module, undo: ExitStack) -> None:
+        if self.name == "batch":
+            for name, value in {"track_running_stats": False, **dict.fromkeys(STATISTICS)}.items():
+                undo.callback(setattr, child, name, getattr(child, name))
+                setattr(child, name, value)
+        elif self.name == "frozen":
+            patch(child, ConstantStatistics if self.individual else FrozenStatistics)
+        elif self.name != "unprotected":
+            patch(child, ConstantStatistics if self.individual else MiniSetStatistics, self.keeper)
+
+    def _withdraw(self) -> None:
+        for child, training in self._modes:
+            unpatch(child)
+            child.training = training
+        self._unwatch()
+
+    def _written(self) -> frozenset[int]:
+        """Modules whose buffers a release of this engine writes, or that are knowingly unprotected."""
+        return frozenset() if self.name == "frozen" else frozenset(map(id, self.layers.values()))
+
+    def check_buffers(self) -> None:
+        """Refuse to speak of privacy while some buffer holds what nobody released."""
+        if not self.finished:
+            check_unmoved(self._before, self._written())
+
+    def finish(self) -> None:
+        """Bring the statistics up to date, check every buffer and give the layers their plain types back."""
+        if self.finished:
+            return
+        self.keeper.finish()
+        for child in self.layers.values():
+            unpatch(child)
+            child.training = self.root.training
+        check_unmoved(self._before, self._written())
+        self._unwatch()
+        self.finished = True
+
+    def _unwatch(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+
+    def describe_public(self) -> PublicDataDescription | None:
+        """Size and fingerprint of the public data in use."""
+        return describe(self.public.loader) if self.public and self.layers else None
+
+    def state_dict(self) -> State:
+        """What an exact resume must know; all of it is released or public. (Buffers are in the module's.)"""
+        return {"policy": self.name, "layers": sorted(self.layers), "keeper": self.keeper.state_dict()}
+
+    def check_state(self, state: State) -> None:
+        """Refuse the state of another policy or of other layers; changes nothing."""
+        if (state["policy"], state["layers"]) != (self.name, sorted(self.layers)):
+            raise ValueError(
+                f"the checkpoint was written with batch_norm policy {state['policy']!r} on "
+                f"{state['layers']}, this model has {self.name!r} on {sorted(self.layers)}: pass the same "
+                "batch_norm= to make_private"
+            )
+
+    def load_state_dict(self, state: State | None) -> None:
+        """Go on where :meth:`state_dict` was taken; None if a checkpoint has none. Buffers are loaded."""
+        constant = [layer for layer in self.layers.values() if isinstance(layer, ConstantStatistics)]
+        with ExitStack() as shown:
+            for layer in constant:
+                shown.enter_context(layer.with_buffers())
+            self._before = snapshot(self.root)  # checked when the checkpoint was written
+        if self.name == "frozen":
+            for layer in constant:
+                layer.take_running_statistics()
+        self.keeper.load_state_dict(None if state is None else state["keeper"])
+
+    def saved_buffers(self) -> Held:
+        """The buffers that nobody may move, as they were; :meth:`put_back` takes them."""
+        return self._before
+
+    def put_back(self, buffers: Held) -> None:
+        """Compare with these buffers again."""
+        self._before = buffers
+
+
+def policy_name(config: Config) -> str:
+    """What a configuration is called."""
+    if isinstance(config, str):
+        return config
+    return "private" if isinstance(config, PrivateStatistics) else "public"
+
+
+def is_patched(child: nn.Module) -> bool:
+    """Whether one of this package's types, over one of torch's, answers for the layer's buffers."""
+    return isinstance(child, PolicyLayer) and child.plain_type.__module__.startswith("torch.nn.modules")
+
+
+def make_policy(
+    module: nn.Module,
+    policy: object,
+    *,
+    individual: bool = False,
+    private_loader: Loader | None = None,
+    refresh_every: int = 1,
+) -> BatchNormPolicy:
+    """Validate ``policy`` for ``module`` (see :func:`check_policy`); nothing changes before ``install``."""
+    layers = check_policy(module, policy, individual=individual, private_loader=private_loader)
+    check_count("batch_norm_refresh", refresh_every)
+    return BatchNormPolicy(
+        module, resolve(policy), layers, individual=individual, refresh_every=refresh_every
+    )

@@ -1,0 +1,1 @@
+"""How a step's samples are drawn, delivered to the user's loop, and used once."""

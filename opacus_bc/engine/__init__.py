@@ -1,0 +1,1 @@
+"""``PrivacyEngine`` and what it sets up, reports on, releases and saves."""

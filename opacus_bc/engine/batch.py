@@ -1,0 +1,155 @@
+"""Builds what ``clipping="batch"`` needs: plan, policy, draws, loader, optimizer."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.random import Generator
+from torch import nn, optim
+
+from opacus_bc._opacus import AbstractGradSampleModule
+from opacus_bc.alc.choice import make_rule
+from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
+from opacus_bc.draws.loader import PrivateDataLoader
+from opacus_bc.draws.sources import make_draws
+from opacus_bc.engine.booking import Booking, check_accountant
+from opacus_bc.engine.request import Request
+from opacus_bc.engine.run import Guest, Run
+from opacus_bc.mechanism.blocks import noise_against_individual_clipping
+from opacus_bc.mechanism.noise import NoiseSource, SecureNoise, TorchNoise
+from opacus_bc.mechanism.numbers import check_positive
+from opacus_bc.mechanism.randomness import fresh_seed, sampling_generator, secure_generator, secure_key
+from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
+from opacus_bc.parallel.ddp import attach, check_data_parallel, joint_statistics, part_for, ranks_of
+from opacus_bc.parallel.fsdp import ShardedReduction
+from opacus_bc.parallel.ranks import Ranks, Reduction
+from opacus_bc.parallel.shards import Sharding, check_sharded, fully_sharded
+from opacus_bc.parallel.wrappers import LateWrapping, bare, data_parallel, is_distributed
+
+logger = logging.getLogger("opacus_bc")
+
+
+def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, undo: ExitStack) -> Run:
+    """Set batch clipping up; ``undo`` gets what takes the changes back if anything fails."""
+    optimizer, data_loader = request.inner_optimizer, request.data_loader
+    _check_module(request.module, optimizer)
+    plain = bare(request.module)
+    clip_bound = check_positive("max_grad_norm", request.max_grad_norm)
+    check_accountant(accountant, request.kind)
+    plan = request.plan
+    policy = make_policy(plain, request.policy, private_loader=data_loader)
+    if policy.name == "private" and accountant.mechanism() == "gdp":
+        raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
+    ranks, sharding = _processes(request, policy)
+    if ranks is not None:
+        public = (plan, request.noise_multiplier, clip_bound, request.loss_reduction)
+        ranks.check_same("make_private's arguments", *public)
+    generator, noise_source = _randomness(request, ranks, sharding, noise)
+    wrapper = data_parallel(request.module)
+    whole = wrapper is not None and plan.mini_sets > 1
+    part = part_for(ranks, whole=whole, joint=joint_statistics(plain))
+    loader = PrivateDataLoader(data_loader, draws=make_draws(plan, data_loader, generator), part=part)
+    policy.install(undo, normaliser=plan.dataset_size, adjacency=plan.adjacency)
+    mean = request.loss_reduction == "mean"
+    reduction: Reduction | None = None
+    guests: tuple[Guest, ...] = ()
+    measure = None
+    if sharding is not None:
+        reduction = sharded = ShardedReduction(plain, sharding, loader.ledger, mean=mean)
+        undo.callback(sharded.remove)
+        guests, measure = (sharded,), sharded.parameter_norms
+    config, criterion = request.config, request.criterion
+    rule = make_rule(config, plain, optimizer, plan=plan, criterion=criterion, ranks=ranks, measure=measure)
+    if wrapper is not None and ranks is not None:
+        reduction = attach(wrapper, ranks, loader.ledger, plan, mean=mean)
+    private = BatchClippingOptimizer(
+        optimizer,
+        noise_multiplier=request.noise_multiplier,
+        max_grad_norm=clip_bound,
+        clip_rule=rule,
+        ledger=loader.ledger,
+        mini_sets=plan.mini_sets,
+        noise=noise_source,
+        parameter_names={p: name for name, p in plain.named_parameters()},
+        loss_reduction=request.loss_reduction,
+        reduction=reduction,
+    )
+    private.booking = Booking(accountant, plan)
+    logger.info(
+        "clipping='batch': at equal C and noise_multiplier an update carries %g times the noise of "
+        "individual clipping's",
+        noise_against_individual_clipping(plan.mini_set_size, adjacency=plan.adjacency),
+    )
+    return Run(
+        policy=policy,
+        wrapper=request.module,
+        optimizer=private,
+        loader=loader,
+        data_loader=data_loader,
+        plan=plan,
+        clipping="batch",
+        alc_loader=None if config is None else config.public_loader,
+        ranks=ranks,
+        sharded=sharding is not None,
+        guests=guests if ranks is not None else (LateWrapping(plain),),
+    )
+
+
+def _processes(request: Request, policy: BatchNormPolicy) -> tuple[Ranks | None, Sharding | None]:
+    """The processes that train together, and how they hold the model; None for one process."""
+    wrapper = data_parallel(request.module)
+    if wrapper is not None:
+        plan = request.plan
+        check_data_parallel(wrapper, sampling=plan.kind, policy=policy.name, mini_sets=plan.mini_sets)
+        return ranks_of(wrapper), None
+    plain = bare(request.module)
+    if not fully_sharded(plain):
+        return None, None
+    params = [p for group in request.inner_optimizer.param_groups for p in group["params"]]
+    freeze = request.config is not None and bool(request.config.freeze)
+    sharding = check_sharded(plain, params, sampling=request.plan.kind, policy=policy, freeze=freeze)
+    return sharding.ranks, sharding
+
+
+def _randomness(
+    request: Request, ranks: Ranks | None, sharding: Sharding | None, noise: SecureNoise | None
+) -> tuple[Generator, NoiseSource]:
+    """Who draws batches and noise: the same on all ranks, but for the noise of different shards."""
+    given = request.data_loader.generator
+    if ranks is None:
+        generator = sampling_generator(secure=noise is not None, generator=given)
+        return generator, noise or TorchNoise(request.noise_generator)
+    if noise is not None:
+        same_noise = ranks if sharding is None else sharding.replicas
+        key = secure_key() if same_noise is None else same_noise.agree(secure_key())
+        return secure_generator(ranks.agree(secure_key())), SecureNoise(key)
+    generator = np.random.Generator(np.random.Philox(ranks.agree(fresh_seed(given))))
+    shared = TorchNoise(offset=0 if sharding is None else sharding.noise_offset)
+    shared.reseed(ranks.agree(fresh_seed(request.noise_generator)))
+    return generator, shared
+
+
+def _check_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Refuse modules and optimizers that batch clipping cannot serve; changes nothing."""
+    if isinstance(module, AbstractGradSampleModule):
+        raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
+    if data_parallel(module) is not None and fully_sharded(module):
+        raise ValueError("a fully_shard model inside DistributedDataParallel: use fully_shard alone")
+    synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
+    if synchronised and not is_distributed(module) and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "SyncBatchNorm would mix the draws of processes that are accounted one by one: wrap the module "
+            "in DistributedDataParallel first, or use BatchNorm"
+        )
+    if is_distributed(module) and data_parallel(module) is None and not fully_sharded(module):
+        raise ValueError(
+            f"clipping='batch' does not support {type(module).__name__} yet: pass the plain module"
+        )
+    own = set(module.parameters())
+    if any(p not in own for p in chain.from_iterable(g["params"] for g in optimizer.param_groups)):
+        raise ValueError("optimizer holds parameters that are not module's: build it on module.parameters()")

@@ -1,0 +1,69 @@
+"""What accountants are told, in every mode by the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.mechanism.names import Adjacency, Sampling
+from opacus_bc.optimizers.private import PrivateOptimizer
+
+
+class Booking:
+    """Tells an accountant of every release of an optimizer, and of passes where these count.
+
+    **Formal guarantee**: what is booked is sigma_eff of the blocks that are released, and the sample rate and
+    sampling of the plan that the loader draws by.
+
+    **Edge cases**: if somebody else wrote into the accountant's history since the last step, the next one
+    opens a new pass: that can only book too much.
+    """
+
+    def __init__(self, accountant: Any, plan: SamplingPlan) -> None:
+        self.accountant, self.plan = accountant, plan
+        self._last: tuple[int, int, Any] | None = None
+
+    def __call__(self, optimizer: PrivateOptimizer) -> None:
+        """Book the release under way."""
+        pass_index = optimizer.ledger.pass_index
+        extra: dict[str, Any] = {}
+        if self.accountant.mechanism() == "fdp":
+            extra = {"sampling": self.plan.kind, "new_pass": self._mark(pass_index) != self._last}
+        self.accountant.step(
+            noise_multiplier=optimizer.effective_noise_multiplier, sample_rate=self.plan.sample_rate, **extra
+        )
+        self._last = self._mark(pass_index)
+
+    def _mark(self, pass_index: int) -> tuple[int, int, Any]:
+        history = self.accountant.history
+        return pass_index, len(history), tuple(history[-1]) if history else None
+
+
+def check_accountant(accountant: Any, sampling: Sampling) -> None:
+    """Refuse an accountant that does not model the sampling: Opacus's know Poisson sampling alone."""
+    mechanism = accountant.mechanism()
+    if sampling != "poisson" and mechanism != "fdp":
+        raise ValueError(
+            f"accountant={mechanism!r} models Poisson sampling only, got sampling={sampling!r}: use "
+            "PrivacyEngine(accountant='fdp')"
+        )
+
+
+def check_booked(accountant: Any, optimizers: Iterable[PrivateOptimizer]) -> None:
+    """Refuse to speak for, save or hand out weights that moved without the accountant."""
+    booked = sum(int(entry[2]) for entry in accountant.history)
+    taken = sum(optimizer.steps_taken for optimizer in optimizers)
+    if taken > booked:
+        raise RuntimeError(
+            f"{taken} steps were taken and {booked} are booked: something replaced the accountant, so no "
+            "epsilon describes this run"
+        )
+
+
+def book_release(accountant: Any, *, noise_multiplier: float, adjacency: Adjacency) -> None:
+    """Book a one-off Gaussian release of all the data."""
+    if accountant.mechanism() == "fdp":
+        accountant.release(noise_multiplier=noise_multiplier, adjacency=adjacency)
+    else:  # a Gaussian mechanism on all data is a step with sample rate 1
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=1.0)

@@ -1,0 +1,50 @@
+"""From a privacy budget to the noise multiplier of the blocks that training will release."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from opacus_bc import accounting
+from opacus_bc._opacus import get_noise_multiplier
+from opacus_bc.mechanism.names import Sampling
+from opacus_bc.mechanism.numbers import check_count
+from opacus_bc.mechanism.warn import users_level
+
+
+def effective_multiplier(
+    mechanism: str,
+    *,
+    epsilon: float,
+    delta: float,
+    steps_per_epoch: int,
+    epochs: int,
+    sampling: Sampling,
+    releases: tuple[float, ...] = (),
+    stock: bool = False,
+) -> float:
+    """The sigma_eff with which ``epochs`` passes and the reserved releases spend at most the budget.
+
+    ``releases`` are noise multipliers, for ``"fdp"`` only; ``stock`` counts steps as Opacus does.
+    """
+    check_count("epochs", epochs)
+    steps, rate = epochs * steps_per_epoch, 1 / steps_per_epoch
+    budget: dict[str, Any] = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": rate}
+    if mechanism == "fdp":
+        return accounting.noise_multiplier(**budget, steps=steps, sampling=sampling, releases=releases)
+    length = {"epochs": epochs} if stock else {"steps": steps}
+    return float(get_noise_multiplier(**budget, **length, accountant=mechanism))
+
+
+def warn_of_large_delta(delta: float, loaders: Sequence[DataLoader[Any]], name: str = "delta") -> None:
+    """Warn of a delta that allows to publish a sample: giving away one of N at random is (0, 1/N)-DP."""
+    sizes = [len(loader.dataset) for loader in loaders if isinstance(loader.dataset, Sized)]
+    if sizes and delta < 1 <= delta * max(sizes):  # what is no probability is refused elsewhere
+        warnings.warn(
+            f"{name}={delta:g} is no less than 1/{max(sizes)}: publishing a random sample of {max(sizes)} as "
+            f"it is would be allowed too; take a much smaller one, e.g. {0.1 / max(sizes):.0e}",
+            stacklevel=users_level(),
+        )

@@ -1,0 +1,244 @@
+"""Builds what individual clipping needs, by overriding Opacus's four ``_prepare_*`` methods."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from opacus_bc._opacus import DPDataLoader, StockPrivacyEngine, get_optimizer_class
+from opacus_bc.alc.choice import make_rule
+from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
+from opacus_bc.draws.loader import PrivateDataLoader
+from opacus_bc.draws.sources import DrawSource, PoissonBins, WholeBatches, whole_batch
+from opacus_bc.engine.booking import Booking, check_accountant
+from opacus_bc.engine.request import Request
+from opacus_bc.engine.run import Guest, Run
+from opacus_bc.gradients.ghost import GhostCriterion
+from opacus_bc.gradients.samples import wrapped
+from opacus_bc.gradients.sequences import SortedSequences
+from opacus_bc.mechanism.clipping import HALF
+from opacus_bc.mechanism.names import Sampling
+from opacus_bc.mechanism.noise import SecureNoise, TorchNoise
+from opacus_bc.mechanism.numbers import check_positive
+from opacus_bc.mechanism.randomness import entropy, sampling_generator
+from opacus_bc.mechanism.warn import users_level
+from opacus_bc.optimizers.samples import IndividualClippingOptimizer, SampleOptimizer
+from opacus_bc.optimizers.stock import GUARDED, GhostOptimizer
+from opacus_bc.parallel.wrappers import LateWrapping
+
+
+def build_individual(request: Request, accountant: Any, noise: SecureNoise | None, undo: ExitStack) -> Run:
+    """Set individual clipping up; ``undo`` gets what takes the changes back if anything fails."""
+    check_accountant(accountant, request.kind)
+    _check_secure(request, noise)
+    _check_bounds(request)
+    if request.clipping == "adaptive":
+        _check_adaptive(accountant.mechanism(), request.kind)
+    plan = request.plan
+    policy = _policy(request)
+    policy.install(undo)
+    stock = inspect.signature(StockPrivacyEngine.make_private).parameters
+    given = {name: getattr(request, name) for name in Request.__dataclass_fields__ if name in stock}
+    given["criterion"] = nn.CrossEntropyLoss() if request.criterion is None else request.criterion
+    given["poisson_sampling"] = request.kind == "poisson"
+    made = _Build(request, noise, undo).make_private(**given, **request.extra)
+    wrapper, optimizer, *criterion, loader = made
+    optimizer.booking = Booking(accountant, plan)
+    guests: tuple[Guest, ...] = (SortedSequences(request.module),)
+    if not request.distributed:
+        guests = (*guests, LateWrapping(request.module))
+    return Run(
+        policy=policy,
+        wrapper=wrapper,
+        optimizer=optimizer,
+        loader=loader,
+        data_loader=request.data_loader,
+        plan=plan,
+        clipping=request.clipping,
+        criterion=criterion[0] if criterion else None,
+        alc_loader=None if request.config is None else request.config.public_loader,
+        guests=guests,
+    )
+
+
+class _Unhooked:
+    """Stands for the accountant in Opacus's set-up: the private optimizer books by itself."""
+
+    def get_optimizer_hook_fn(self, *, sample_rate: float) -> None:
+        """No hook."""
+
+
+class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
+    """One run of Opacus's ``make_private`` with our model wrapper, loader, optimizer and criterion."""
+
+    def __init__(self, request: Request, noise: SecureNoise | None, undo: ExitStack) -> None:
+        self.request, self.noise, self.undo = request, noise, undo
+        self.wrapper: Any = None
+        self.loader: PrivateDataLoader | None = None
+        # What Opacus's make_private reads of an engine:
+        self.accountant, self.dataset = _Unhooked(), None
+        self.secure_mode, self.secure_rng = False, None
+
+    def _prepare_model(self, module: nn.Module, **arguments: Any) -> Any:
+        self.validate(module=module, optimizer=None, data_loader=None)
+        self.wrapper = wrapped(module, **arguments)
+        if self.wrapper is not module:
+            self.undo.callback(self.wrapper.cleanup)
+        return self.wrapper
+
+    def _prepare_data_loader(
+        self, data_loader: DataLoader[Any], *, poisson_sampling: bool, distributed: bool, **arguments: Any
+    ) -> PrivateDataLoader:
+        """Opacus's draws, or draws from a stream of our own, behind our loader and its ledger."""
+        plan, given = self.request.plan, data_loader.generator
+        draws: DrawSource
+        if not poisson_sampling:
+            assert data_loader.batch_sampler is not None  # the plan has seen to it
+            draws, opacus = WholeBatches(plan, data_loader.batch_sampler), data_loader
+        else:
+            own = torch.Generator().manual_seed(entropy()) if distributed and given is None else None
+            opacus = DPDataLoader.from_data_loader(
+                data_loader, generator=own, distributed=distributed, **arguments
+            )
+            if self.noise is not None or (given is None and not distributed):
+                draws = PoissonBins(plan, sampling_generator(secure=self.noise is not None))
+            else:
+                draws = WholeBatches(plan, opacus.batch_sampler)
+        self.loader = PrivateDataLoader(opacus, draws=draws, part=whole_batch)
+        return self.loader
+
+    def _prepare_optimizer(
+        self, *, expected_batch_size: int, distributed: bool, **as_in_request: Any
+    ) -> SampleOptimizer:
+        request, loader = self.request, self.loader
+        module, optimizer = request.module, request.inner_optimizer
+        assert loader is not None  # Opacus prepares the loader first
+        norms: Any = request.max_grad_norm
+        bounds = tuple(float(bound) for bound in norms) if request.clipping == "per_layer" else None
+        plan, criterion, hooks = request.plan, request.criterion, self.wrapper
+        common: dict[str, Any] = {
+            "noise_multiplier": request.noise_multiplier,
+            "max_grad_norm": norms,
+            "expected_batch_size": expected_batch_size,
+            "loss_reduction": request.loss_reduction,
+            "ledger": loader.ledger,
+            "noise": None,
+            "parameter_names": {p: name for name, p in module.named_parameters()},
+            "clip_rule": make_rule(
+                request.config, module, optimizer, plan=plan, bounds=bounds, criterion=criterion, hooks=hooks
+            ),
+        }
+        if request.own_arithmetic:
+            common["noise"] = self.noise or TorchNoise(request.noise_generator)
+            if bounds is not None:
+                common["max_grad_norm"] = torch.linalg.vector_norm(torch.tensor(bounds).double()).item()
+            return IndividualClippingOptimizer(optimizer, **common)
+        kind = GUARDED[get_optimizer_class(request.clipping, distributed, request.grad_sample_mode)]
+        if issubclass(kind, GhostOptimizer):
+            common["hooks"] = hooks
+        if request.noise_generator is None and kind is GhostOptimizer:
+            common["noise"] = self.noise or TorchNoise()
+        else:
+            common["generator"] = request.noise_generator or _own_generator(optimizer)
+        return kind(optimizer, **common, **request.extra)
+
+    def _prepare_criterion(
+        self, *, module: Any, optimizer: Any, criterion: Any, loss_reduction: str, **extra: Any
+    ) -> GhostCriterion:
+        return GhostCriterion(module, optimizer, criterion, loss_reduction)
+
+
+def _own_generator(optimizer: torch.optim.Optimizer) -> torch.Generator:
+    """A stream of its own for Opacus's noise, which no ``torch.manual_seed`` in the loop can repeat."""
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    return torch.Generator(device=device).manual_seed(entropy())
+
+
+def _policy(request: Request) -> BatchNormPolicy:
+    policy = make_policy(
+        request.module,
+        request.policy,
+        individual=True,
+        private_loader=request.data_loader,
+        refresh_every=request.batch_norm_refresh,
+    )
+    mode = request.grad_sample_mode
+    if policy.layers and (mode not in ("hooks", "ghost") or not request.batch_first):
+        raise ValueError(
+            f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
+            f"batch_first=True, got {mode!r} and {request.batch_first}"
+        )
+    if policy.public is not None and policy.public.differentiate and mode != "hooks":
+        raise ValueError(
+            f"PublicStatistics(differentiate=True) needs grad_sample_mode='hooks', got {mode!r}: Opacus's "
+            "ghost norms know of no gradient from one layer into another"
+        )
+    return policy
+
+
+def _check_secure(request: Request, noise: SecureNoise | None) -> None:
+    ghost = request.grad_sample_mode == "ghost" and not request.distributed
+    if noise is None or request.own_arithmetic or ghost:
+        return
+    raise ValueError(
+        f"secure_mode=True does not go with clipping={request.clipping!r} and "
+        f"grad_sample_mode={request.grad_sample_mode!r} for a {type(request.module).__name__}: there "
+        "Opacus's optimizer draws its noise itself, from torch generators, none of which is cryptographic. "
+        "Use 'flat' or 'per_layer' with per-sample gradients, ghost clipping in one process, or "
+        "clipping='batch'"
+    )
+
+
+def _check_bounds(request: Request) -> None:
+    """Refuse bounds and parameters that Opacus would take without a word, or fail on much later.
+
+    Opacus computes norms in the gradients' own precision: those of half-precision parameters are off by up to
+    a per cent, and so is the clip bound. Our own arithmetic computes them in float32.
+    """
+    half = [name for name, p in request.module.named_parameters() if p.requires_grad and p.dtype in HALF]
+    if half and not request.own_arithmetic:
+        raise ValueError(
+            f"{half[0]} is in half precision, in which Opacus's own arithmetic computes norms that let a "
+            "clipped gradient out of its ball: keep parameters in float32 (autocast may stay), leave "
+            "noise_generator= out, or use clipping='batch'"
+        )
+    bounds = request.max_grad_norm
+    if request.clipping != "per_layer":
+        check_positive("max_grad_norm", bounds)
+        return
+    if not isinstance(bounds, (list, tuple)):
+        raise ValueError(
+            "clipping='per_layer' needs max_grad_norm as a list with a bound for each trainable parameter, "
+            f"got {bounds!r}"
+        )
+    trainable = sum(p.requires_grad for p in request.module.parameters())
+    if trainable and len(bounds) != trainable:
+        raise ValueError(f"max_grad_norm has {len(bounds)} bounds for {trainable} trainable parameters")
+    for place, bound in enumerate(bounds):
+        check_positive(f"max_grad_norm[{place}]", bound)
+
+
+def _check_adaptive(mechanism: str, sampling: Sampling) -> None:
+    """Refuse a certified epsilon where Opacus's adaptive clipping has none.
+
+    Under Poisson sampling it divides the noised count of unclipped samples by the exact batch size, and books
+    the count with half of its sensitivity. With a shuffled loader the size is public and replacing a sample
+    is booked in full. Accountants other than ``"fdp"`` warn.
+    """
+    if sampling != "poisson":
+        return
+    message = (
+        "Opacus's clipping='adaptive' uses the exact batch size and half of the count's sensitivity, so "
+        "under Poisson sampling its epsilon is not an upper bound"
+    )
+    if mechanism == "fdp":
+        raise ValueError(
+            f"{message}: use poisson_sampling=False, or accountant='prv' for Opacus's own figure"
+        )
+    warnings.warn(message, stacklevel=users_level())

@@ -1,0 +1,113 @@
+"""What leaves the engine: the finished module, and running statistics that are released with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from opacus_bc._opacus import AbstractGradSampleModule, GradSampleHooks
+from opacus_bc.batch_norm.choices import resolve, statistics_modules
+from opacus_bc.batch_norm.layers import PolicyLayer
+from opacus_bc.batch_norm.policy import FINALIZED
+from opacus_bc.batch_norm.private import PrivateKeeper, PrivateStatistics, execution_order, release_multiplier
+from opacus_bc.engine.booking import book_release
+from opacus_bc.engine.run import Run
+from opacus_bc.parallel.wrappers import unwrap
+
+
+def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bound: float | None) -> None:
+    """Release a run's running statistics with noise; the accountant is told before anything is released."""
+    keeper, policy = run.policy.keeper, run.policy
+    assert isinstance(keeper, PrivateKeeper)  # the only keeper that releases
+    if policy.finished:
+        raise RuntimeError("this model was finalized: its statistics are released already")
+    sigma = keeper.config.noise_multiplier if noise_multiplier is None else noise_multiplier
+    loader = in_order(run.data_loader)
+    layers = [child for child in policy.layers.values() if isinstance(child, PolicyLayer)]
+    ordered = execution_order(policy.root, layers, next(iter(loader)))
+    cost = release_multiplier(sigma, max(1, len(ordered)))
+    assert run.optimizer.noise is not None  # batch clipping never leaves noise to Opacus
+    book_release(accountant, noise_multiplier=cost, adjacency=keeper.adjacency)
+    bound = keeper.config.bound if bound is None else bound
+    keeper.release(ordered, loader, noise=run.optimizer.noise, noise_multiplier=sigma, bound=bound)
+
+
+def reserved_releases(accountant: Any, module: nn.Module, batch_norm: Any) -> tuple[float, ...]:
+    """Noise multipliers of what will be released besides the steps: the final running statistics."""
+    config, layers = resolve(batch_norm), statistics_modules(module)
+    if not isinstance(config, PrivateStatistics) or not layers:
+        return ()
+    if accountant.mechanism() != "fdp":
+        raise ValueError(
+            f"accountant={accountant.mechanism()!r} cannot reserve the release of batch_norm='private' in a "
+            "calibration: use PrivacyEngine(accountant='fdp')"
+        )
+    return (release_multiplier(config.noise_multiplier, len(layers)),)
+
+
+def finished_module(run: Run, accountant: Any) -> nn.Module:
+    """The plain module of a run, with statistics up to date and nothing added to it; no more steps."""
+    if run.policy.keeper.owes_release and not run.policy.finished:
+        recalibrate(run, accountant, noise_multiplier=None, bound=None)
+    run.policy.finish()
+    for guest in run.guests:
+        guest.remove()
+    hooked = hasattr(run.wrapper, "autograd_grad_sample_hooks")
+    if hooked and isinstance(run.wrapper, (AbstractGradSampleModule, GradSampleHooks)):
+        run.wrapper.cleanup()
+    plain = unwrap(run.policy.root)
+    scrub(plain)
+    run.optimizer.licence.close(FINALIZED, release_inner=False)
+    return plain
+
+
+# What Opacus hangs on parameters; pickling a module would write it out.
+_ADDED_BY_OPACUS = ("grad_sample", "summed_grad", "_current_grad_sample", "_forward_counter", "_norm_sample")
+
+
+def scrub(module: nn.Module) -> None:
+    """Remove raw gradients, per-sample gradients and captured activations: they are private data."""
+    for p in module.parameters():
+        p.grad = None
+        for name in _ADDED_BY_OPACUS:
+            p.__dict__.pop(name, None)
+    for child in module.modules():
+        for name in ("activations", "max_batch_len"):
+            child.__dict__.pop(name, None)
+
+
+class OneByOne:
+    """The user's collate function on every sample by itself, so that it cannot mix samples (mixup)."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return _joined([self.collate([sample]) for sample in samples])
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_joined([part[i] for part in parts]) for i in range(len(first))]
+    kind = type(first).__name__
+    raise TypeError(f"batch_norm='private' cannot join batches of {kind}: collate into tensors")
+
+
+def in_order(data_loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader's data, every sample exactly once and by itself."""
+    collate = data_loader.collate_fn
+    return DataLoader(
+        data_loader.dataset,
+        batch_size=data_loader.batch_size,
+        collate_fn=collate if collate is default_collate else OneByOne(collate),
+        num_workers=data_loader.num_workers,
+    )

@@ -1,0 +1,205 @@
+"""What a call of ``make_private`` asks for: one frozen record of its arguments, checked at once."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer, StockPrivacyEngine, get_optimizer_class
+from opacus_bc.alc.choice import check_alc
+from opacus_bc.alc.config import ALC, as_alc
+from opacus_bc.draws.loader import PrivateDataLoader
+from opacus_bc.draws.plan import SamplingPlan, check_data_loader, individual_plan, make_plan, resolve_sampling
+from opacus_bc.gradients.layers import check_layers
+from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of
+from opacus_bc.mechanism.numbers import check_positive
+from opacus_bc.optimizers.private import check_optimizer
+from opacus_bc.parallel.shards import fully_sharded, reshard
+from opacus_bc.parallel.wrappers import bare, is_distributed
+
+CLIPPINGS = ("batch", "flat", "per_layer", "adaptive")
+PER_SAMPLE_MODES = ("hooks", "ew", "functorch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of :meth:`opacus_bc.PrivacyEngine.make_private`, as they were given.
+
+    **Formal guarantee**: a request that was made has passed every check that needs neither the accountant nor
+    a step of set-up, and nothing was changed.
+    """
+
+    module: nn.Module
+    optimizer: optim.Optimizer
+    criterion: Any = None
+    data_loader: DataLoader[Any]
+    noise_multiplier: float
+    max_grad_norm: float | list[float]
+    batch_first: bool = True
+    loss_reduction: str = "mean"
+    poisson_sampling: bool = True
+    clipping: str = "flat"
+    noise_generator: torch.Generator | None = None
+    grad_sample_mode: str = "hooks"
+    wrap_model: bool = True
+    rand_on_empty: bool = False
+    mini_batch_size: int | None = None
+    sampling: str | None = None
+    batch_norm: Any = None
+    batch_norm_refresh: int = 1
+    alc: ALC | DataLoader[Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Request:
+        """The request of these keyword arguments; those that it does not know are Opacus's ``extra`` ones."""
+        known = {name: value for name, value in arguments.items() if name in cls.__dataclass_fields__}
+        return cls(**known, extra={name: arguments[name] for name in arguments if name not in known})
+
+    def __post_init__(self) -> None:
+        if self.clipping not in CLIPPINGS:
+            known = ", ".join(map(repr, CLIPPINGS[:-1]))
+            raise ValueError(f"clipping must be {known} or {CLIPPINGS[-1]!r}, got {self.clipping!r}")
+        assert self.kind  # names an unknown or contradictory sampling now
+        check_positive("noise_multiplier", self.noise_multiplier, zero_allowed=True)
+        check_data_loader(self.data_loader)
+        if isinstance(self.data_loader, PrivateDataLoader):
+            raise ValueError(
+                "data_loader is private already, and several optimizers cannot share its draws: pass the "
+                "DataLoader that you made, not the one that make_private returned"
+            )
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {self.loss_reduction!r}")
+        reshard(self.module)
+        if not self.batch and fully_sharded(self.module):
+            raise ValueError(
+                f"clipping={self.clipping!r} needs per-sample gradients, not supported with fully_shard: "
+                "use clipping='batch', or Opacus's DifferentiallyPrivateDistributedDataParallel"
+            )
+        check_layers(self.module, grad_sample_mode=None if self.batch else self.grad_sample_mode)
+        check_optimizer(self.inner_optimizer)
+        self._check_keywords()
+        self._check_alc()
+
+    @property
+    def batch(self) -> bool:
+        """Whether mini-sets are clipped, and not single samples."""
+        return self.clipping == "batch"
+
+    @property
+    def unit(self) -> Unit:
+        """What is clipped by itself."""
+        return "mini-set" if self.batch else "sample"
+
+    @property
+    def distributed(self) -> bool:
+        """Whether several processes train the model."""
+        return is_distributed(self.module)
+
+    @property
+    def inner_optimizer(self) -> optim.Optimizer:
+        """The torch optimizer, also where the user passed a private one."""
+        optimizer = self.optimizer
+        return optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+
+    @cached_property
+    def kind(self) -> Sampling:
+        """How steps are drawn."""
+        return resolve_sampling(self.sampling, poisson_sampling=self.poisson_sampling)
+
+    @cached_property
+    def config(self) -> ALC | None:
+        """ALC's configuration, if it is asked for."""
+        return as_alc(self.alc)
+
+    @cached_property
+    def plan(self) -> SamplingPlan:
+        """The public constants of the draws."""
+        if self.batch:
+            return make_plan(self.data_loader, sampling=self.kind, mini_batch_size=self.mini_batch_size)
+        return individual_plan(self.data_loader, sampling=self.kind)
+
+    @property
+    def policy(self) -> Any:
+        """What was passed as ``batch_norm=``; ALC's public loader serves BatchNorm too."""
+        if self.batch_norm is None and self.config is not None:
+            return self.config.public_loader
+        return self.batch_norm
+
+    @property
+    def own_arithmetic(self) -> bool:
+        """Whether this package clips single samples, with a bound that holds in floats and any noise source.
+
+        Opacus's optimizer clips them, bit for bit as in stock Opacus, where ``noise_generator=`` is given.
+        """
+        if self.clipping in ("batch", "adaptive") or not self._per_sample:
+            return False
+        return self.config is not None or self.noise_generator is None
+
+    @property
+    def _per_sample(self) -> bool:
+        return not self.distributed and self.grad_sample_mode in PER_SAMPLE_MODES
+
+    def _check_keywords(self) -> None:
+        if not self.batch:
+            if (size := self.mini_batch_size) is not None:
+                raise ValueError(f"mini_batch_size={size} goes with clipping='batch', got {self.clipping!r}")
+            stock = get_optimizer_class(self.clipping, self.distributed, self.grad_sample_mode)
+            _refuse_unknown(set(self.extra) - set(inspect.signature(stock).parameters))
+            return
+        if self.batch_norm_refresh != 1:
+            raise ValueError(
+                f"batch_norm_refresh={self.batch_norm_refresh!r} says how often individual clipping takes "
+                "new public statistics; clipping='batch' takes them when they are read: leave it out"
+            )
+        _refuse_unknown(self.extra)
+        if self.grad_sample_mode != "hooks" or not self.wrap_model:
+            raise ValueError(
+                f"grad_sample_mode={self.grad_sample_mode!r} and wrap_model={self.wrap_model} say how "
+                "per-sample gradients are made; clipping='batch' makes none: leave them out"
+            )
+
+    def _check_alc(self) -> None:
+        if self.config is None:
+            return
+        if self.clipping not in ("batch", "flat"):
+            raise ValueError(f"alc= goes with clipping='batch' or 'flat', got clipping={self.clipping!r}")
+        if not self.batch and not self._per_sample:
+            raise ValueError(
+                "alc= with clipping='flat' needs per-sample gradients in one process (ghost clipping never "
+                f"forms them): grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))}, got "
+                f"{self.grad_sample_mode!r} for a {type(self.module).__name__}"
+            )
+        if isinstance(self.module, AbstractGradSampleModule):
+            raise ValueError("alc= needs the plain nn.Module; this one is wrapped for per-sample gradients")
+        module = bare(self.module) if self.batch else self.module
+        adjacency = adjacency_of(self.kind)
+        check_alc(
+            self.config, module, self.inner_optimizer, self.data_loader, unit=self.unit, adjacency=adjacency
+        )
+
+
+def _refuse_unknown(unknown: Iterable[str]) -> None:
+    if unknown:
+        raise unexpected_keywords(unknown)
+
+
+def unexpected_keywords(unknown: Iterable[str]) -> TypeError:
+    """What to raise for keywords that nobody takes, with the one that each of them resembles.
+
+    >>> str(unexpected_keywords(["max_gradient_norm", "batchnorm"]))
+    'unexpected keyword arguments: batchnorm (batch_norm?), max_gradient_norm (max_grad_norm?)'
+    """
+    stock = inspect.signature(StockPrivacyEngine.make_private).parameters
+    known = sorted({*stock, *Request.__dataclass_fields__} - {"extra"})
+    close = {name: difflib.get_close_matches(name, known, 1) for name in sorted(unknown)}
+    words = [f"{name} ({found[0]}?)" if found else name for name, found in close.items()]
+    return TypeError(f"unexpected keyword arguments: {', '.join(words)}")

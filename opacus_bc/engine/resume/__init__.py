@@ -1,0 +1,1 @@
+"""Checkpoints: files, a run's state, and random streams."""

@@ -1,0 +1,159 @@
+"""Checkpoint files: written atomically, checked before use, loaded without running code from them.
+
+A checkpoint is an ordinary ``torch.save`` file with Opacus's keys and one of ours, ``"opacus_bc"``. Generator
+states do not go into it: whoever holds them knows past and future noise. They go into a file of their own,
+``<path>.secret``, which only its owner can read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from opacus_bc.mechanism.fingerprint import fingerprint
+
+KEY = "opacus_bc"
+FORMAT = 4
+
+
+class CheckpointError(ValueError):
+    """The file is truncated, was changed later, or holds more than tensors and plain values."""
+
+
+def sealed(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``content`` with our own part, which names the checkpoint and holds the fingerprint of everything."""
+    own = {"format": FORMAT, "id": secrets.token_hex(16), **own}
+    whole = {**content, KEY: own}
+    return {**whole, KEY: {**own, "sha256": fingerprint(whole)}}
+
+
+def check_plain(content: Mapping[str, Any]) -> None:
+    """Refuse what could not be loaded again: whatever is neither a tensor nor a plain value."""
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"a checkpoint holds tensors, numbers, strings and containers of these, since loading it must "
+            f"not run code; one of {', '.join(content)} has something else: {_first_line(error)}"
+        ) from error
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None], *, mode: int) -> None:
+    """Write a file so that under its name there is always the whole old one or the whole new one.
+
+    **Formal guarantee**: on a POSIX file system, whenever the process or the machine stops, ``path`` names
+    what it named before or everything that ``write`` wrote; and no reader but those of ``mode``, cut down by
+    the process's mask, ever could open it.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the new name itself must survive a power cut
+    finally:
+        os.close(directory)
+
+
+def read(source: Any, **torch_load_kwargs: Any) -> dict[str, Any]:
+    """Load a checkpoint, ours or Opacus's, and check that it is whole."""
+    if torch_load_kwargs.setdefault("weights_only", True) is not True:
+        raise ValueError("weights_only=False would run code from the file: leave it out")
+    try:
+        content = torch.load(source, **torch_load_kwargs)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{_name(source)} cannot be read: it is truncated, damaged, or holds more than tensors and plain "
+            f"values ({_first_line(error)}). Nothing was changed"
+        ) from error
+    wanted = {"module_state_dict", "privacy_accountant_state_dict"}
+    if not isinstance(content, dict) or not wanted <= content.keys():
+        raise CheckpointError(f"{_name(source)} is no checkpoint of a PrivacyEngine. Nothing was changed")
+    if KEY in content:
+        _check_own(source, content)
+    return content
+
+
+def _check_own(source: Any, content: Mapping[str, Any]) -> None:
+    own = content[KEY]
+    if not isinstance(own, dict) or own.get("format") != FORMAT:
+        found = own.get("format") if isinstance(own, dict) else own
+        raise CheckpointError(f"{_name(source)} has format {found!r}, this version reads {FORMAT}")
+    bare = {key: value for key, value in own.items() if key != "sha256"}
+    if fingerprint({**content, KEY: bare}) != own.get("sha256"):
+        raise CheckpointError(
+            f"{_name(source)} does not match its fingerprint: it was changed after it was written. Nothing "
+            "was changed here"
+        )
+
+
+def _name(source: Any) -> str:
+    return str(source) if isinstance(source, (str, os.PathLike)) else "the checkpoint"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def secret_path(path: str | os.PathLike[str]) -> Path:
+    """Where the generator states of a checkpoint are kept."""
+    return Path(f"{os.fspath(path)}.secret")
+
+
+def write_secret(path: str | os.PathLike[str], identity: str, state: Mapping[str, Any]) -> None:
+    """Add generator states for the checkpoint ``identity`` that is about to be written to ``path``.
+
+    The states of the checkpoint that lies there now are kept beside them, so that a process killed between
+    this call and the next still finds the ones that match; older ones are dropped.
+    """
+    states = {identity: dict(state)}
+    try:
+        current = torch.load(path, weights_only=True, mmap=True)[KEY]["id"]
+        states[current] = _read_secret(path)[current]
+    except Exception:  # no file, a stock one, a damaged one: nothing to keep
+        states = {identity: dict(state)}
+    # Its fingerprint stays in this file: seeds have few bits, so a hash elsewhere would give them away.
+    content = {"states": states, "sha256": fingerprint(states)}
+    write_atomically(secret_path(path), lambda file: torch.save(content, file), mode=0o600)
+
+
+def read_secret(path: Any, identity: str) -> dict[str, Any] | None:
+    """The generator states that belong to the checkpoint ``identity``, or None if there are none."""
+    if not isinstance(path, (str, os.PathLike)) or not secret_path(path).exists():
+        return None
+    try:
+        return _read_secret(path).get(identity)
+    except Exception as error:
+        raise CheckpointError(
+            f"{secret_path(path)} cannot be read ({_first_line(error)}). Nothing was changed. Delete it to "
+            "resume with fresh randomness; epsilon will be right all the same"
+        ) from error
+
+
+def _read_secret(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    content = torch.load(secret_path(path), weights_only=True)
+    states: dict[str, dict[str, Any]] = content["states"]
+    if fingerprint(states) != content["sha256"]:
+        raise ValueError("it does not match its fingerprint")
+    return states

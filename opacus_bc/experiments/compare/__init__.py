@@ -1,0 +1,1 @@
+"""`opacus-bc compare`: every method at one budget, in one table."""

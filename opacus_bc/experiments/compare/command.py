@@ -1,0 +1,222 @@
+"""`opacus-bc compare`: every way to keep (or lose) BatchNorm at one (epsilon, delta), in one table.
+
+Each (budget, method, seed) is a cell; finished cells are kept in ``--out``, unfinished ones continue at their
+last epoch, and a second run of the same command only writes the report again.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from opacus_bc.experiments.compare import presets, report
+from opacus_bc.experiments.compare.plan import Plan, make_plan
+from opacus_bc.experiments.compare.presets import Setting
+from opacus_bc.experiments.compare.summary import cost_name, make_rows
+from opacus_bc.experiments.training import measure
+from opacus_bc.experiments.training.cells import Cell
+from opacus_bc.experiments.training.data import Source
+from opacus_bc.experiments.training.pool import Progress, run_all
+from opacus_bc.experiments.training.progress import Bar
+from opacus_bc.experiments.training.store import Store, read_json, write_json
+from opacus_bc.experiments.training.train import train
+
+INTERRUPTED = 130
+
+
+def compare(
+    *,
+    dataset: str = "digits",
+    model: str | None = None,
+    epsilon: tuple[float, ...] = (8.0,),
+    delta: float | Literal["auto"] = "auto",
+    methods: tuple[str, ...] = (),
+    seeds: int = 3,
+    epochs: int | None = None,
+    tune: bool = False,
+    out: Path | None = None,
+    data: Path = Path("data"),
+    download: bool = False,
+    jobs: int | None = None,
+    costs: bool = True,
+    json: bool = False,
+) -> int:
+    """Which mode should I use, and what does it cost me? Trains every method at the same certified budget.
+
+    Args:
+        dataset: digits (embedded), mnist, fashion-mnist, cifar10, or a folder of images, one subfolder a
+            class. A tenth of the training images, drawn at random, serves as public data and is not
+            protected.
+        model: smallnet, bn_lenet5, convnet, resnet18, or package.module:factory of your own. Default: what
+            suits the data.
+        epsilon: the budget; several make several tables.
+        delta: the delta of the budget; auto takes the largest power of ten below 1/(private samples).
+        methods: which ones (default: all of the comparison); no-dp is always among them.
+        seeds: runs of each method.
+        epochs: passes over the private data. Default: the data set's.
+        tune: first search learning rate and clip bound of every method, with equal effort, on seed 0. This
+            tuning on private data is not accounted.
+        out: folder for results and report. Default: runs/compare-DATASET.
+        data: folder with the data set's files.
+        download: let torchvision download what is missing.
+        jobs: processes, with one thread each. Default: one for each core.
+        costs: time and memory relative to plain SGD: measure them or leave them out.
+        json: print the report as JSON instead of a table.
+    """
+    plan = make_plan(
+        dataset=dataset, model=model, epsilon=epsilon, delta=delta, methods=methods, seeds=seeds,
+        epochs=epochs, out=out, data=data, download=download, jobs=jobs,
+    )  # fmt: skip
+    try:
+        comparison = execute(plan, tune=tune, costs=costs)
+    except KeyboardInterrupt:
+        print(
+            f"opacus-bc: interrupted; what is finished is kept in {plan.store.root}, and the same command "
+            "continues there",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    files = report.write(comparison, plan.store.root)
+    if json:
+        print(json_module.dumps(report.as_json(comparison), indent=1, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        report.print_table(comparison, console)
+        console.print(
+            f"\nWritten: {plan.store.root / 'report.html'} and {len(files) - 1} more files beside it."
+        )
+    for name, reason in comparison.failures.items():
+        print(f"opacus-bc: {name} could not be trained: {reason}", file=sys.stderr)
+    return 1 if comparison.failures else 0
+
+
+def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
+    """Train what is missing, measure what is missing, and put the report together."""
+    found = plan.source.load()
+    settings = {
+        method.name: presets.fitted(plan.preset.setting(method), method, len(found.private))
+        for method in plan.methods
+    }
+    chosen = {(method.name, budget): settings[method.name] for method, budget in plan.rows()}
+    failures: dict[str, str] = {}
+    if tune:
+        trials = {
+            (method.name, budget): [
+                plan.cell(method, budget, setting, 0)
+                for setting in presets.candidates(settings[method.name], method)
+            ]
+            for method, budget in plan.rows()
+        }
+        results = _run(plan, [cell for cells in trials.values() for cell in cells], "tuning", failures)
+        for which, cells in trials.items():
+            done = [cell for cell in cells if cell in results]
+            if done:
+                best = max(done, key=lambda cell: results[cell]["public_accuracy"])
+                chosen[which] = Setting(batch_size=best.batch_size, lr=best.lr, clip=best.clip)
+    table = [
+        [plan.cell(method, budget, chosen[method.name, budget], seed) for seed in range(plan.seeds)]
+        for method, budget in plan.rows()
+    ]
+    # Seeds outermost: an interrupted comparison has every method before it has every seed.
+    results = _run(plan, [cells[seed] for seed in range(plan.seeds) for cells in table], "training", failures)
+    finished = [results[cell] for cells in table for cell in cells if cell in results]
+    if not finished:
+        raise ValueError("no method could be trained: " + "; ".join(f"{k}: {v}" for k, v in failures.items()))
+    measured = _measure(plan, table, results) if costs else {}
+    return report.Comparison(
+        facts={
+            "command": plan.command(tune=tune),
+            "dataset": Path(plan.source.dataset).name,
+            "model": plan.model,
+            "private_size": len(found.private),
+            "public_size": len(found.public),
+            "test_size": len(found.test),
+            "epochs": plan.epochs,
+            "seeds": plan.seeds,
+            "epsilon": list(plan.budgets),
+            "delta": plan.delta,
+            "optimizer": "SGD with momentum 0.9, constant learning rate, no augmentation",
+            "individual clipping": "in chunks of about 32 MB of per-sample gradients",
+            "sampling": "Poisson, unless the adjacency column says otherwise",
+        },
+        rows=make_rows(finished, measured),
+        tuned=tune,
+        failures=failures,
+    )
+
+
+def _run(
+    plan: Plan, cells: Iterable[Cell], what: str, failures: dict[str, str]
+) -> dict[Cell, dict[str, Any]]:
+    """Results of all cells that can be trained; those that are kept are not trained again."""
+    results: dict[Cell, dict[str, Any]] = {}
+    missing: list[Cell] = []
+    for cell in dict.fromkeys(cells):
+        kept = read_json(plan.store.cell(cell))
+        if kept is None:
+            missing.append(cell)
+        else:
+            results[cell] = kept
+    work = partial(run_cell, root=plan.store.root, source=plan.source)
+    with Bar(what, [cell.epochs for cell in missing], kept=len(results)) as bar:
+        for index, result in run_all(work, missing, jobs=plan.jobs, on_progress=bar.report):
+            cell = missing[index]
+            if isinstance(result, Exception):
+                failures[cell.method.title] = f"{type(result).__name__}: {result}".splitlines()[0]
+            else:
+                results[cell] = result
+            bar.finished(f"{cell.method.title}, seed {cell.seed}", result)
+    return results
+
+
+def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> dict[str, Any]:
+    """Train a cell from where it stands and keep its result."""
+    store = Store(root)
+    checkpoint = store.checkpoint(cell)
+    result = train(cell, source.load(), checkpoint=checkpoint, on_epoch=on_epoch)
+    write_json(store.cell(cell), result)
+    checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def _measure(
+    plan: Plan, table: Sequence[Sequence[Cell]], results: dict[Cell, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Time and memory of every row, each kept once it is known."""
+    firsts = [next((cell for cell in cells if cell in results), None) for cells in table]
+    known = {cell: _costing(cell) for cell in firsts if cell is not None}
+    baseline = next((cost for cost in known.values() if not cost.method.private), None)
+    if baseline is None:
+        return {}
+    missing = [cost for cost in dict.fromkeys(known.values()) if read_json(plan.store.cost(cost)) is None]
+    with Bar("measuring", [1] * len(missing)) as bar:
+        work = partial(measure_cell, baseline=baseline, source=plan.source)
+        for index, costs in run_all(work, missing, jobs=plan.jobs, on_progress=bar.report):
+            if isinstance(costs, Exception):
+                name = missing[index].method.title
+                print(f"opacus-bc: the cost of {name} could not be measured: {costs}", file=sys.stderr)
+            else:
+                write_json(plan.store.cost(missing[index]), costs)
+    found = {cell: read_json(plan.store.cost(cost)) or {} for cell, cost in known.items()}
+    return {cost_name(cell.epsilon, cell.method.name): cost for cell, cost in found.items()}
+
+
+def _costing(cell: Cell) -> Cell:
+    """The same cell with any noise given: a calibration must not be measured, and no noise costs more."""
+    return replace(cell, epsilon=None, noise_multiplier=1.0 if cell.method.private else None, seed=0)
+
+
+def measure_cell(cell: Cell, on_progress: Progress, *, baseline: Cell, source: Source) -> dict[str, float]:
+    """Time and peak memory of a cell, relative to the baseline's."""
+    data = source.load()
+    own, plain = (measure.peak_bytes(which, data) for which in (cell, baseline))
+    times = measure.time_ratio(cell, baseline, data)
+    on_progress(1)
+    return {**times, "memory": own / plain, "peak_mib": own / 2**20}

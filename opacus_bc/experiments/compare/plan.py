@@ -1,0 +1,174 @@
+"""What a comparison will do, checked before it does anything."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from opacus_bc.accounting.events import check_count, check_delta
+from opacus_bc.experiments.compare import presets
+from opacus_bc.experiments.compare.presets import Setting
+from opacus_bc.experiments.training import models
+from opacus_bc.experiments.training.cells import Cell
+from opacus_bc.experiments.training.data import NAMES, Data, Source
+from opacus_bc.experiments.training.methods import BASELINE, Method, select
+from opacus_bc.experiments.training.store import Store
+from opacus_bc.mechanism.fingerprint import fingerprint as nested_fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked request."""
+
+    source: Source
+    preset: presets.Preset
+    model: str
+    budgets: tuple[float, ...]
+    delta: float
+    methods: tuple[Method, ...]
+    seeds: int
+    epochs: int
+    jobs: int
+    store: Store
+    content: str = ""
+
+    def cell(self, method: Method, budget: float | None, setting: Setting, seed: int) -> Cell:
+        """One run."""
+        return Cell(
+            method=method,
+            dataset=self.source.dataset,
+            model=self.model,
+            epsilon=budget,
+            delta=self.delta,
+            epochs=self.epochs,
+            batch_size=setting.batch_size,
+            lr=setting.lr,
+            clip=setting.clip,
+            seed=seed,
+            content=self.content,
+        )
+
+    def command(self, *, tune: bool) -> str:
+        """What makes the same report again, wherever the data are."""
+        words = ["opacus-bc", "compare", "--dataset", Path(self.source.dataset).name, "--model", self.model]
+        words += ["--epsilon", *(f"{budget:g}" for budget in self.budgets), "--delta", f"{self.delta:g}"]
+        words += ["--seeds", str(self.seeds), "--epochs", str(self.epochs)]
+        if self.methods != tuple(select(())):
+            words += ["--methods", *(method.name for method in self.methods)]
+        return shlex.join([*words, "--tune"] if tune else words)
+
+    def rows(self) -> list[tuple[Method, float | None]]:
+        """Every line of the table: a method without privacy once, the others for each budget."""
+        return [(m, None) for m in self.methods if not m.private] + [
+            (m, budget) for budget in self.budgets for m in self.methods if m.private
+        ]
+
+
+def make_plan(
+    *,
+    dataset: str,
+    model: str | None,
+    epsilon: Sequence[float],
+    delta: float | Literal["auto"],
+    methods: Sequence[str],
+    seeds: int,
+    epochs: int | None,
+    out: Path | None,
+    data: Path,
+    download: bool,
+    jobs: int | None,
+) -> Plan:
+    """Check everything that can be checked before any work is done.
+
+    Raises:
+        ValueError: One line that names the argument, the value and what would be right.
+    """
+    if not epsilon:
+        raise ValueError("--epsilon: give at least one budget")
+    for budget in epsilon:
+        if not (math.isfinite(budget) and budget > 0):
+            raise ValueError(f"--epsilon {budget:g}: must be a positive number")
+    check_count("--seeds", seeds, 1)
+    preset = presets.preset(dataset)
+    chosen = preset.epochs if epochs is None else check_count("--epochs", epochs, 1)
+    processes = os.cpu_count() or 1 if jobs is None else check_count("--jobs", jobs, 1)
+    if delta != "auto":
+        check_delta(delta)
+    selected = select(methods)
+    if BASELINE not in selected:
+        selected = [BASELINE, *selected]
+    source = Source(dataset=presets.canonical(dataset), root=data, download=download)
+    if model is not None and ":" in model and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where a user's own module is looked for; workers inherit it
+    models.find_factory(model or preset.model)  # a wrong name is told before a data set is read
+    found = source.load()
+    _check_model(model or preset.model, found)
+    own_data = source.dataset not in NAMES
+    content = fingerprint(found if own_data else None, model if model is not None and ":" in model else None)
+    name = Path(source.dataset).name
+    store = Store(out if out is not None else Path("runs") / f"compare-{name}")
+    store.check_writable()
+    return Plan(
+        source=source,
+        preset=preset,
+        model=model or preset.model,
+        budgets=tuple(sorted(set(epsilon))),
+        delta=automatic_delta(len(found.private)) if delta == "auto" else float(delta),
+        methods=tuple(selected),
+        seeds=seeds,
+        epochs=chosen,
+        content=content,
+        jobs=processes,
+        store=store,
+    )
+
+
+def _check_model(model: str, found: Data) -> None:
+    """See that the model takes these images and has an output for every class."""
+    images = found.public.tensors[0][:2]
+    try:
+        network = models.build(model, in_channels=found.in_channels, num_classes=found.num_classes).eval()
+        with torch.no_grad():
+            outputs = network(images)
+    except Exception as error:  # a user's factory may fail in any way it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"--model {model}: fails on images of {tuple(images.shape[1:])}: {reason}"
+        ) from error
+    shape = tuple(getattr(outputs, "shape", ()))
+    if len(shape) != 2 or shape[1] < found.num_classes:
+        raise ValueError(f"--model {model}: gives {shape} for 2 images of {found.num_classes} classes")
+
+
+def fingerprint(own_data: Data | None, own_model: str | None) -> str:
+    """What a user's own images and model are, beside their names: changed ones must not get kept results.
+
+    Empty without either; a model is known by the source of the module that its factory is in.
+    """
+    if own_data is None and own_model is None:
+        return ""
+    parts = () if own_data is None else (own_data.private, own_data.public, own_data.test)
+    source = ""
+    if own_model is not None:
+        with contextlib.suppress(KeyError, OSError, TypeError):  # some modules have no source
+            source = inspect.getsource(sys.modules[own_model.partition(":")[0]])
+    return nested_fingerprint([[part.tensors for part in parts], source])[:20]
+
+
+def automatic_delta(private_size: int) -> float:
+    """The largest power of ten below 1/n: a delta of 1/n would allow to publish one sample in clear.
+
+    >>> automatic_delta(54_000), automatic_delta(1350), automatic_delta(1000)
+    (1e-05, 0.0001, 0.0001)
+    """
+    return float(f"1e-{math.floor(math.log10(private_size)) + 1}")

@@ -1,0 +1,137 @@
+"""Batch size, step size and clip bound of every method, by data set.
+
+They were set by hand, in short runs on the data sets themselves; on CIFAR-10 only the learning rates of
+individual clipping and of mini-sets of 8 and 16 were, the rest is scaled from MNIST. ``--tune`` searches
+around them with equal effort for every method. Momentum is 0.9 throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opacus_bc.experiments.training.methods import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a method is trained with.
+
+    Attributes:
+        batch_size: Expected samples in a step.
+        lr: Learning rate.
+        clip: The clip bound C.
+    """
+
+    batch_size: int
+    lr: float
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Defaults for one data set.
+
+    Attributes:
+        model: A name for `opacus_bc.experiments.training.models.build`.
+        epochs: Passes over the private data.
+        settings: By method name; what is missing is looked up by family.
+    """
+
+    model: str
+    epochs: int
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    def setting(self, method: Method) -> Setting:
+        """What ``method`` is trained with."""
+        return self.settings.get(method.name) or self.settings[method.family]
+
+
+_DIGITS = Preset(
+    model="smallnet",
+    epochs=10,
+    settings={
+        "plain": Setting(batch_size=32, lr=0.05),
+        "individual": Setting(batch_size=256, lr=0.7, clip=1.0),
+        "batch": Setting(batch_size=32, lr=0.003, clip=0.1),
+        "zhang": Setting(batch_size=32, lr=0.0007, clip=0.1),
+        "mini-sets": Setting(batch_size=672, lr=0.8, clip=0.1),
+        "gbc-16": Setting(batch_size=672, lr=0.5, clip=0.1),
+        "gbc-16-scale": Setting(batch_size=672, lr=0.5, clip=0.1),
+    },
+)
+_MNIST = Preset(
+    model="bn_lenet5",
+    epochs=5,
+    settings={
+        "plain": Setting(batch_size=64, lr=0.02),
+        "individual": Setting(batch_size=1024, lr=0.8, clip=1.0),
+        "batch": Setting(batch_size=64, lr=0.001, clip=0.1),
+        "zhang": Setting(batch_size=64, lr=0.0004, clip=0.1),
+        "mini-sets": Setting(batch_size=2048, lr=0.25, clip=0.3),
+        "gbc-4": Setting(batch_size=2048, lr=0.45, clip=0.3),
+        "gbc-16": Setting(batch_size=2048, lr=0.17, clip=0.3),
+    },
+)
+_CIFAR10 = Preset(
+    model="convnet",
+    epochs=10,
+    settings={
+        "plain": Setting(batch_size=64, lr=0.02),
+        "individual": Setting(batch_size=1024, lr=0.5, clip=1.0),
+        "batch": Setting(batch_size=64, lr=0.002, clip=0.1),
+        "zhang": Setting(batch_size=64, lr=0.0004, clip=1.0),
+        "mini-sets": Setting(batch_size=2048, lr=0.45, clip=0.3),
+        "gbc-16": Setting(batch_size=2048, lr=0.3, clip=0.3),
+    },
+)
+_BY_NAME: Mapping[str, Preset] = {
+    "digits": _DIGITS,
+    "mnist": _MNIST,
+    "fashion-mnist": _MNIST,
+    "cifar10": _CIFAR10,
+}
+
+
+def preset(dataset: str) -> Preset:
+    """The defaults for a data set; an image folder of the user's own gets those of CIFAR-10."""
+    return _BY_NAME.get(dataset, _CIFAR10)
+
+
+def canonical(dataset: str) -> str:
+    """The data set's name, or the full path of the user's folder: two folders never share results."""
+    folder = Path(dataset)
+    return str(folder.resolve()) if dataset not in _BY_NAME and folder.is_dir() else dataset
+
+
+def fitted(setting: Setting, method: Method, private_size: int) -> Setting:
+    """The setting with a batch size that the data and the method's mini-sets allow.
+
+    >>> from opacus_bc.experiments.training.methods import METHODS
+    >>> fitted(Setting(batch_size=2048, lr=1.0), METHODS["gbc-8"], 1350).batch_size
+    1344
+    """
+    size = min(setting.batch_size, private_size)
+    unit = method.mini_set or (1 if method.clipping == "flat" else 2)
+    size = max(unit, size - size % unit)
+    return Setting(batch_size=size, lr=setting.lr, clip=setting.clip)
+
+
+def candidates(setting: Setting, method: Method) -> list[Setting]:
+    """What ``--tune`` tries: the default, longer and shorter steps, larger and smaller bounds; always five.
+
+    A bound moves at constant ``lr * clip``, the length of a fully clipped step, so that the two directions
+    are searched separately. Without privacy there is no bound, and five step sizes are tried.
+
+    >>> from opacus_bc.experiments.training.methods import METHODS
+    >>> tried = candidates(Setting(batch_size=8, lr=1.0, clip=0.3), METHODS["bc"])
+    >>> [(round(s.lr, 3), round(s.clip, 3)) for s in tried]
+    [(1.0, 0.3), (3.0, 0.3), (0.333, 0.3), (0.333, 0.9), (3.0, 0.1)]
+    """
+    private = ((1, 1), (3, 1), (1 / 3, 1), (1 / 3, 3), (3, 1 / 3))
+    plain = ((1, 1), (3, 1), (1 / 3, 1), (10, 1), (1 / 10, 1))
+    return [
+        Setting(batch_size=setting.batch_size, lr=setting.lr * step, clip=setting.clip * bound)
+        for step, bound in (private if method.private else plain)
+    ]

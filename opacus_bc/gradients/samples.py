@@ -1,0 +1,120 @@
+"""Opacus's wrappers that make per-sample gradients, with guards.
+
+Opacus clips row i of every parameter's per-sample gradients together, as those of sample i. Its bound on a
+sample's share is only as good as these rows: what would pair or count them wrongly raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from opacus_bc._opacus import (
+    AbstractGradSampleModule,
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+    get_gsm_class,
+    get_hooks_class,
+)
+from opacus_bc.gradients.ghost import GhostNorms
+from opacus_bc.gradients.output_hooks import hook_outputs
+
+
+class GuardedHooks:
+    """Refuses backward passes of which Opacus would make wrong per-sample gradients, or none.
+
+    Its backward hooks sit on the layers' outputs, which may then be overwritten in place.
+    """
+
+    def add_hooks(self, **kwargs: Any) -> None:
+        """Opacus's hooks, on the outputs."""
+        super().add_hooks(**kwargs)  # type: ignore[misc]  # a mixin over Opacus's wrappers
+        hook_outputs(self)
+
+    def rearrange_grad_samples(self, *, module: Any, **kwargs: Any) -> Any:
+        """Opacus's first move in a layer's backward hook.
+
+        Raises:
+            RuntimeError: The rows would not be those of the batch.
+        """
+        kind = type(module).__name__
+        if not module.training:
+            raise RuntimeError(
+                f"a {kind} is in evaluation mode, where Opacus makes no per-sample gradients: call "
+                "model.train() before the forward pass"
+            )
+        if not getattr(module, "activations", None):
+            raise RuntimeError(
+                f"a second backward pass went through a {kind} after one forward pass (torch.autograd.grad "
+                "is one too): repeat the forward pass, or use clipping='batch'"
+            )
+        return super().rearrange_grad_samples(module=module, **kwargs)  # type: ignore[misc]  # see add_hooks
+
+
+class PrivateGradSampleModule(GuardedHooks, GradSampleModule):  # type: ignore[misc]  # Opacus is untyped
+    """Opacus's GradSampleModule with guards."""
+
+
+class PrivateGradSampleHooks(GuardedHooks, GradSampleHooks):  # type: ignore[misc]  # Opacus is untyped
+    """Opacus's GradSampleHooks with guards."""
+
+
+class PrivateGhostModule(GhostNorms, GuardedHooks, GradSampleModuleFastGradientClipping):  # type: ignore[misc]  # untyped
+    """Opacus's wrapper for ghost clipping with guards."""
+
+
+class PrivateGhostHooks(GhostNorms, GuardedHooks, GradSampleHooksFastGradientClipping):  # type: ignore[misc]  # untyped
+    """Opacus's hooks for ghost clipping with guards."""
+
+
+GUARDED: Mapping[type, type] = MappingProxyType(
+    {
+        GradSampleModule: PrivateGradSampleModule,
+        GradSampleHooks: PrivateGradSampleHooks,
+        GradSampleModuleFastGradientClipping: PrivateGhostModule,
+        GradSampleHooksFastGradientClipping: PrivateGhostHooks,
+    }
+)
+
+
+def wrapped(
+    module: nn.Module,
+    *,
+    grad_sample_mode: str,
+    wrap_model: bool,
+    batch_first: bool,
+    loss_reduction: str,
+    max_grad_norm: Any,
+) -> Any:
+    """The module in Opacus's wrapper for its mode, with guards where Opacus has hooks.
+
+    Raises:
+        ValueError: The mode is unknown, or the module is in another wrapper already.
+    """
+    stock = get_gsm_class(grad_sample_mode) if wrap_model else get_hooks_class(grad_sample_mode)
+    kind = GUARDED.get(stock, stock)
+    if isinstance(module, AbstractGradSampleModule):
+        same = (module.batch_first, module.loss_reduction) == (batch_first, loss_reduction)
+        if not (same and type(module) is kind and wrap_model):
+            raise ValueError(
+                f"module is wrapped for per-sample gradients already ({type(module).__name__}, "
+                f"batch_first={module.batch_first}, loss_reduction={module.loss_reduction!r}): pass the "
+                "plain nn.Module"
+            )
+        return module
+    if hasattr(module, "autograd_grad_sample_hooks"):
+        raise ValueError(
+            "this module is private already: go on with what make_private returned, or call "
+            "engine.finalize(module) first"
+        )
+    options: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+    if grad_sample_mode == "functorch":
+        options["force_functorch"] = True
+    if issubclass(kind, GradSampleHooksFastGradientClipping):
+        options["max_grad_norm"] = max_grad_norm
+    return kind(module, **options)

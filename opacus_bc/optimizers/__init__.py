@@ -1,0 +1,1 @@
+"""Private optimizers: accumulate, clip, noise, book, step."""

@@ -1,0 +1,97 @@
+"""Running a model without a trace: its input out of a batch, its modes and its buffers as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def batch_input(batch: object) -> object:
+    """What a model reads of a batch: the first element of a tuple or list, else the batch itself."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def forward(module: nn.Module, batch: object) -> Any:
+    """Call ``module`` on a batch's input (a mapping: as keywords), moved to its device and floating dtype."""
+    like = next((p for p in module.parameters() if p.is_floating_point()), None)
+    inputs = batch_input(batch) if like is None else _to(batch_input(batch), like)
+    return module(**inputs) if isinstance(inputs, Mapping) else module(inputs)
+
+
+def _to(value: object, like: Tensor) -> object:
+    if isinstance(value, Mapping):
+        return {key: _to(entry, like) for key, entry in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(like) if value.is_floating_point() else value.to(like.device)
+
+
+def tensors(inputs: object) -> list[Tensor]:
+    """The tensors of a model's input.
+
+    >>> [t.shape[0] for t in tensors({"ids": torch.zeros(3, 2), "name": "a", "mask": torch.ones(3)})]
+    [3, 3]
+    """
+    entries = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+    return [entry for entry in entries if isinstance(entry, Tensor)]
+
+
+def samples(inputs: object) -> int:
+    """How many samples a model's input has: the rows of its first tensor."""
+    found = tensors(inputs)
+    return len(found[0]) if found and found[0].dim() else 0
+
+
+def zeros(inputs: object) -> object:
+    """Inputs of the same shape that know nothing of the samples."""
+    if isinstance(inputs, Mapping):
+        return {key: zeros(value) for key, value in inputs.items()}
+    return torch.zeros_like(inputs) if isinstance(inputs, Tensor) else inputs
+
+
+@contextmanager
+def evaluation_mode(root: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, whatever its ``train`` method does; afterwards as before."""
+    modes = [(module, module.training) for module in root.modules()]
+    try:
+        for module, _ in modes:
+            module.__dict__["training"] = False  # Module.__setattr__ would take as long as a small layer
+        yield
+    finally:
+        for module, mode in modes:
+            module.__dict__["training"] = mode
+
+
+@contextmanager
+def training_mode(root: nn.Module) -> Iterator[None]:
+    """Put a module that is evaluated as a whole into training mode; put every flag back afterwards."""
+    modes = [(module, module.training) for module in root.modules()]
+    try:
+        if not root.training:
+            root.train()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def untouched_buffers(root: nn.Module) -> Iterator[None]:
+    """Put every buffer back afterwards, also one that a forward has replaced by another tensor."""
+    before = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in root.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, value in before:
+                owner._buffers[name] = buffer
+                buffer.copy_(value)
