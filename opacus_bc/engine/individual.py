@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -26,10 +28,12 @@ from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.mechanism.names import Sampling
 from opacus_bc.mechanism.noise import SecureNoise, TorchNoise
 from opacus_bc.mechanism.numbers import check_positive
-from opacus_bc.mechanism.randomness import entropy, sampling_generator
+from opacus_bc.mechanism.randomness import entropy, fresh_seed, sampling_generator
 from opacus_bc.mechanism.warn import users_level
 from opacus_bc.optimizers.samples import IndividualClippingOptimizer, SampleOptimizer
 from opacus_bc.optimizers.stock import GUARDED, GhostOptimizer
+from opacus_bc.parallel.ddp import part_of_batch
+from opacus_bc.parallel.ranks import Ranks
 from opacus_bc.parallel.wrappers import LateWrapping
 
 
@@ -96,21 +100,24 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
         self, data_loader: DataLoader[Any], *, poisson_sampling: bool, distributed: bool, **arguments: Any
     ) -> PrivateDataLoader:
         """Opacus's draws, or draws from a stream of our own, behind our loader and its ledger."""
-        plan, given = self.request.plan, data_loader.generator
+        plan, given, secure = self.request.plan, data_loader.generator, self.noise is not None
         draws: DrawSource
+        part = whole_batch
         if not poisson_sampling:
             assert data_loader.batch_sampler is not None  # the plan has seen to it
             draws, opacus = WholeBatches(plan, data_loader.batch_sampler), data_loader
         else:
-            own = torch.Generator().manual_seed(entropy()) if distributed and given is None else None
-            opacus = DPDataLoader.from_data_loader(
-                data_loader, generator=own, distributed=distributed, **arguments
-            )
-            if self.noise is not None or (given is None and not distributed):
-                draws = PoissonBins(plan, sampling_generator(secure=self.noise is not None))
+            opacus = DPDataLoader.from_data_loader(data_loader, distributed=distributed, **arguments)
+            if distributed:
+                ranks = Ranks(None, next(self.request.module.parameters()).device)
+                agreed = np.random.Philox(ranks.agree(fresh_seed(given)))
+                draws = PoissonBins(plan, np.random.Generator(agreed))
+                part = partial(part_of_batch, rank=ranks.rank, size=ranks.size)
+            elif secure or given is None:
+                draws = PoissonBins(plan, sampling_generator(secure=secure))
             else:
                 draws = WholeBatches(plan, opacus.batch_sampler)
-        self.loader = PrivateDataLoader(opacus, draws=draws, part=whole_batch)
+        self.loader = PrivateDataLoader(opacus, draws=draws, part=part)
         return self.loader
 
     def _prepare_optimizer(

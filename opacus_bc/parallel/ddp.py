@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus_bc.draws.ledger import Delivery, DrawLedger
 from opacus_bc.draws.plan import SMALLEST_MINI_SET, SamplingPlan
-from opacus_bc.draws.sources import Draw, Part, placeholder, whole_draw
+from opacus_bc.draws.sources import Draw, Part, placeholder, whole_batch, whole_draw
 from opacus_bc.parallel.ranks import Agreement, Ranks, Reduction, communicating, weigh_
 
 
@@ -95,6 +95,17 @@ def part_of_each_mini_set(draw: Draw, *, rank: int, size: int, joint: bool = Fal
 def whole_mini_sets(draw: Draw, *, rank: int, size: int) -> Part:
     """The mini-sets that this rank clips by itself; a placeholder if none of them is deliverable."""
     return whole_draw(draw[rank::size])
+
+
+def part_of_batch(draw: Draw, *, rank: int, size: int) -> Part:
+    """This rank's samples of a draw whose samples are clipped one by one.
+
+    **Formal guarantee**: the parts of all ranks are disjoint and make up the draw, and every rank makes as
+    many steps as there are draws: an empty part is delivered, and its gradient is discarded. (Opacus's own
+    sampler leaves empty parts out, so that its ranks wait for each other for ever.)
+    """
+    (batch,) = draw
+    return whole_batch([batch[rank::size]])
 
 
 def part_for(ranks: Ranks | None, *, whole: bool, joint: bool) -> Callable[[Draw], Part]:

@@ -131,14 +131,22 @@ def test_what_placeholders_compute_does_not_matter(ranks: Any) -> None:
             assert torch.equal(found["weights"], rank["compare"][name]["weights"])
 
 
-@pytest.mark.parametrize("norm", [0, 1], ids=["no BatchNorm", "public BatchNorm"])
-def test_individual_clipping_keeps_opacus_own_data_parallel(norm: int, ranks: Any) -> None:
-    first, second = (rank["individual"][norm] for rank in ranks)
-    assert any("running_var" in name for name in first["weights"]) == bool(norm)
+@pytest.mark.parametrize("run", [0, 1, 2], ids=["no BatchNorm", "public BatchNorm", "empty parts"])
+def test_individual_clipping_keeps_opacus_own_data_parallel(run: int, ranks: Any) -> None:
+    first, second = (rank["individual"][run] for rank in ranks)
+    assert any("running_var" in name for name in first["weights"]) == bool(run)
     for name, value in first["weights"].items():
         assert torch.equal(value, second["weights"][name]), name
     assert (first["epsilon"], first["steps"]) == (second["epsilon"], second["steps"])
     assert first["steps"] == 10
+
+
+def test_a_rank_without_samples_makes_its_step(ranks: Any) -> None:
+    """Draws of Bin(10, 0.1) samples: the second rank has one in each of 10 with a chance of 2e-6."""
+    first, second = (rank["individual"][2]["sizes"] for rank in ranks)
+    assert len(first) == len(second) == 10
+    assert 0 in first + second
+    assert all(0 <= a - b <= 1 for a, b in zip(first, second, strict=True))  # both deal the same draws
 
 
 def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:

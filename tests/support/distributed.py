@@ -229,8 +229,8 @@ def spoiled() -> dict[str, Any]:
     }
 
 
-def individual(*, norm: bool = False) -> dict[str, Any]:
-    """Individual clipping keeps Opacus's wrapper, optimizer and sampler; BatchNorm has public statistics."""
+def individual(*, norm: bool = False, samples: int = 120) -> dict[str, Any]:
+    """Individual clipping keeps Opacus's wrapper and optimizer; BatchNorm has public statistics."""
     model = DPDDP(network(norm=norm))
     torch.manual_seed(1 + dist.get_rank())
     ours = engine()
@@ -239,18 +239,20 @@ def individual(*, norm: bool = False) -> dict[str, Any]:
     model, optimizer, loader = ours.make_private(
         module=model,
         optimizer=optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(blobs(120, seed=2), batch_size=12),
+        data_loader=DataLoader(blobs(samples, seed=2), batch_size=samples // 10),
         noise_multiplier=1.0,
         max_grad_norm=0.5,
         **policy,
     )
+    sizes = []
     for x, y in loader:
+        sizes.append(len(x))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x.double()), y).backward()
         optimizer.step()
     epsilon, steps = ours.get_epsilon(1e-5), len(ours.accountant)
     released = ours.finalize(model).state_dict()
-    return {"weights": released, "epsilon": epsilon, "steps": steps}
+    return {"weights": released, "epsilon": epsilon, "steps": steps, "sizes": sizes}
 
 
 def _message(call: Callable[[], Any]) -> str:
@@ -369,7 +371,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "own_streams": own_streams,
     "bad_data": bad_data,
     "spoiled": spoiled,
-    "individual": lambda: [individual(), individual(norm=True)],
+    "individual": lambda: [individual(), individual(norm=True), individual(norm=True, samples=10)],
     "refusals": refusals,
     "evaluated_alone": evaluated_alone,
     "resumed_exactly": resumed_exactly,
