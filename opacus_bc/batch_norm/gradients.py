@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 # Channel c of their output depends on row c of their weight alone, groups or not.
 ROW_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -50,7 +51,7 @@ def constant_statistics_grad_sample(
     inverse = torch.rsqrt(layer.constant_var + layer.eps)
     weight_grad = bias_grad = None
     if before is not None or (weight is not None and weight.requires_grad):
-        weight_grad = _weight_grads(activations[0], backprops, layer.constant_mean, inverse)
+        weight_grad = weight_gradients(activations[0], backprops, layer.constant_mean, inverse)
     if before is not None or (bias is not None and bias.requires_grad):
         bias_grad = positions(backprops).sum(2)
     if weight is not None and weight.requires_grad and weight_grad is not None:
@@ -97,7 +98,7 @@ def positions(x: Tensor) -> Tensor:
 _BUFFER = 2**18
 
 
-def _weight_grads(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
+def weight_gradients(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
     """Sum over positions of ``grad * (x - mean) / std`` for every sample and channel."""
     x, grad, shift = positions(x), positions(grad), mean[:, None]
     rows = max(1, _BUFFER // max(1, x[:1].numel()))
@@ -110,6 +111,26 @@ def _weight_grads(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) ->
         work = torch.sub(part, shift, out=buffer[: len(part)])
         torch.sum(work.mul_(grad[start : start + rows]), 2, out=sums[start : start + rows])
     return sums.mul_(inverse_std)
+
+
+def constant_batch_norm(
+    layer: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+) -> Tensor:
+    """``F.batch_norm`` with constants for statistics; a function of torch's kind, which modes can watch."""
+    given = tuple(t for t in (x, weight, bias) if t is not None)
+    if has_torch_function(given):
+        watched: Tensor = handle_torch_function(
+            constant_batch_norm, given, layer, x, weight, bias, mean, var, eps
+        )
+        return watched
+    result: Tensor = NormaliseWithConstants.apply(layer, x, weight, bias, mean, var, eps)
+    return result
 
 
 class NormaliseWithConstants(torch.autograd.Function):
@@ -144,7 +165,7 @@ class NormaliseWithConstants(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight
             grad_x = (positions(grad) * scale[:, None]).reshape(x.shape).to(x.dtype)
         if ctx.needs_input_grad[2] and not recorded:
-            grad_weight = _weight_grads(x, grad, mean, inverse).sum(0)
+            grad_weight = weight_gradients(x, grad, mean, inverse).sum(0)
         if ctx.needs_input_grad[3] and not recorded:
             grad_bias = positions(grad).sum((0, 2))
         return None, grad_x, grad_weight, grad_bias, None, None, None

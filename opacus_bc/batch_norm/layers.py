@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from opacus_bc._opacus import compute_instance_norm_grad_sample, register_grad_sampler
-from opacus_bc.batch_norm.gradients import NormaliseWithConstants, Upstream, constant_statistics_grad_sample
+from opacus_bc.batch_norm.gradients import Upstream, constant_batch_norm, constant_statistics_grad_sample
 from opacus_bc.batch_norm.keeper import Keeper
 from opacus_bc.mechanism.types import Memo, State
 
@@ -188,9 +188,8 @@ class ConstantStatistics(PolicyLayer):
         if self.collecting is not None:
             return _collect(self, x)
         if self.training:
-            args = (self, x, self.weight, self.bias, self.constant_mean, self.constant_var, self.eps)
-            normalised: Tensor = NormaliseWithConstants.apply(*args)
-            return normalised
+            constants = (self.constant_mean, self.constant_var, self.eps)
+            return constant_batch_norm(self, x, self.weight, self.bias, *constants)
         self._ask_keeper()
         mean, var = self.running_mean, self.running_var
         return F.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)

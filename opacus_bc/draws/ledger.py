@@ -189,6 +189,10 @@ class DrawLedger:
             )
         return self._outstanding[0]
 
+    def sole(self) -> Delivery | None:
+        """The one delivery that a step may use, or None if a step would raise."""
+        return self._outstanding[0] if len(self._outstanding) == 1 and not self._broken else None
+
     def consume(self) -> Delivery:
         """Take the outstanding delivery; it can never be used again."""
         delivery = self.outstanding()

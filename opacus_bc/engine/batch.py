@@ -7,9 +7,7 @@ from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
-from numpy.random import Generator
 from torch import nn, optim
 
 from opacus_bc._opacus import AbstractGradSampleModule
@@ -18,12 +16,12 @@ from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import make_draws
 from opacus_bc.engine.booking import Booking, check_accountant
+from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.mechanism.blocks import noise_against_individual_clipping
-from opacus_bc.mechanism.noise import NoiseSource, SecureNoise, TorchNoise
+from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.mechanism.numbers import check_positive
-from opacus_bc.mechanism.randomness import fresh_seed, sampling_generator, secure_generator, secure_key
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
 from opacus_bc.parallel.ddp import attach, check_data_parallel, joint_statistics, part_for, ranks_of
 from opacus_bc.parallel.fsdp import ShardedReduction
@@ -49,7 +47,7 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
     if ranks is not None:
         public = (plan, request.noise_multiplier, clip_bound, request.loss_reduction)
         ranks.check_same("make_private's arguments", *public)
-    generator, noise_source = _randomness(request, ranks, sharding, noise)
+    generator, noise_source = streams(request, ranks, sharding, noise)
     wrapper = data_parallel(request.module)
     whole = wrapper is not None and plan.mini_sets > 1
     part = part_for(ranks, whole=whole, joint=joint_statistics(plain))
@@ -114,24 +112,6 @@ def _processes(request: Request, policy: BatchNormPolicy) -> tuple[Ranks | None,
     freeze = request.config is not None and bool(request.config.freeze)
     sharding = check_sharded(plain, params, sampling=request.plan.kind, policy=policy, freeze=freeze)
     return sharding.ranks, sharding
-
-
-def _randomness(
-    request: Request, ranks: Ranks | None, sharding: Sharding | None, noise: SecureNoise | None
-) -> tuple[Generator, NoiseSource]:
-    """Who draws batches and noise: the same on all ranks, but for the noise of different shards."""
-    given = request.data_loader.generator
-    if ranks is None:
-        generator = sampling_generator(secure=noise is not None, generator=given)
-        return generator, noise or TorchNoise(request.noise_generator)
-    if noise is not None:
-        same_noise = ranks if sharding is None else sharding.replicas
-        key = secure_key() if same_noise is None else same_noise.agree(secure_key())
-        return secure_generator(ranks.agree(secure_key())), SecureNoise(key)
-    generator = np.random.Generator(np.random.Philox(ranks.agree(fresh_seed(given))))
-    shared = TorchNoise(offset=0 if sharding is None else sharding.noise_offset)
-    shared.reseed(ranks.agree(fresh_seed(request.noise_generator)))
-    return generator, shared
 
 
 def _check_module(module: nn.Module, optimizer: optim.Optimizer) -> None:

@@ -19,15 +19,14 @@ from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import DrawSource, PoissonBins, WholeBatches, whole_batch
 from opacus_bc.engine.booking import Booking, check_accountant
+from opacus_bc.engine.bounds import clip_bounds
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.gradients.ghost import GhostCriterion
 from opacus_bc.gradients.samples import wrapped
 from opacus_bc.gradients.sequences import SortedSequences
-from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.mechanism.names import Sampling
 from opacus_bc.mechanism.noise import SecureNoise, TorchNoise
-from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.randomness import entropy, fresh_seed, sampling_generator
 from opacus_bc.mechanism.warn import users_level
 from opacus_bc.optimizers.samples import IndividualClippingOptimizer, SampleOptimizer
@@ -41,7 +40,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     """Set individual clipping up; ``undo`` gets what takes the changes back if anything fails."""
     check_accountant(accountant, request.kind)
     _check_secure(request, noise)
-    _check_bounds(request)
+    clip_bounds(request)
     if request.clipping == "adaptive":
         _check_adaptive(accountant.mechanism(), request.kind)
     plan = request.plan
@@ -126,12 +125,11 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
         request, loader = self.request, self.loader
         module, optimizer = request.module, request.inner_optimizer
         assert loader is not None  # Opacus prepares the loader first
-        norms: Any = request.max_grad_norm
-        bounds = tuple(float(bound) for bound in norms) if request.clipping == "per_layer" else None
+        bounds, clip_bound = clip_bounds(request)
         plan, criterion, hooks = request.plan, request.criterion, self.wrapper
         common: dict[str, Any] = {
             "noise_multiplier": request.noise_multiplier,
-            "max_grad_norm": norms,
+            "max_grad_norm": request.max_grad_norm,
             "expected_batch_size": expected_batch_size,
             "loss_reduction": request.loss_reduction,
             "ledger": loader.ledger,
@@ -143,8 +141,7 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
         }
         if request.own_arithmetic:
             common["noise"] = self.noise or TorchNoise(request.noise_generator)
-            if bounds is not None:
-                common["max_grad_norm"] = torch.linalg.vector_norm(torch.tensor(bounds).double()).item()
+            common["max_grad_norm"] = clip_bound
             return IndividualClippingOptimizer(optimizer, **common)
         kind = GUARDED[get_optimizer_class(request.clipping, distributed, request.grad_sample_mode)]
         if issubclass(kind, GhostOptimizer):
@@ -200,35 +197,6 @@ def _check_secure(request: Request, noise: SecureNoise | None) -> None:
         "Use 'flat' or 'per_layer' with per-sample gradients, ghost clipping in one process, or "
         "clipping='batch'"
     )
-
-
-def _check_bounds(request: Request) -> None:
-    """Refuse bounds and parameters that Opacus would take without a word, or fail on much later.
-
-    Opacus computes norms in the gradients' own precision: those of half-precision parameters are off by up to
-    a per cent, and so is the clip bound. Our own arithmetic computes them in float32.
-    """
-    half = [name for name, p in request.module.named_parameters() if p.requires_grad and p.dtype in HALF]
-    if half and not request.own_arithmetic:
-        raise ValueError(
-            f"{half[0]} is in half precision, in which Opacus's own arithmetic computes norms that let a "
-            "clipped gradient out of its ball: keep parameters in float32 (autocast may stay), leave "
-            "noise_generator= out, or use clipping='batch'"
-        )
-    bounds = request.max_grad_norm
-    if request.clipping != "per_layer":
-        check_positive("max_grad_norm", bounds)
-        return
-    if not isinstance(bounds, (list, tuple)):
-        raise ValueError(
-            "clipping='per_layer' needs max_grad_norm as a list with a bound for each trainable parameter, "
-            f"got {bounds!r}"
-        )
-    trainable = sum(p.requires_grad for p in request.module.parameters())
-    if trainable and len(bounds) != trainable:
-        raise ValueError(f"max_grad_norm has {len(bounds)} bounds for {trainable} trainable parameters")
-    for place, bound in enumerate(bounds):
-        check_positive(f"max_grad_norm[{place}]", bound)
 
 
 def _check_adaptive(mechanism: str, sampling: Sampling) -> None:

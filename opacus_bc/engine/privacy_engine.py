@@ -18,6 +18,7 @@ from opacus_bc.alc.report import LayerReport
 from opacus_bc.batch_norm.choices import UnprotectedStatisticsError
 from opacus_bc.engine import statement as st
 from opacus_bc.engine.batch import build_batch
+from opacus_bc.engine.book_keeping import build_book_keeping
 from opacus_bc.engine.booking import check_accountant, check_booked
 from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
 from opacus_bc.engine.individual import build_individual
@@ -146,7 +147,9 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if noise_multiplier == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=users_level())
-        build = build_batch if request.batch else build_individual
+        build = build_individual
+        if request.batch or request.book_keeping:
+            build = build_batch if request.batch else build_book_keeping
         with ExitStack() as undo:
             undo.callback(_restore, [(p, p.grad, set(vars(p))) for p in module.parameters()])
             run = build(request, self.accountant, self._secure_noise, undo)

@@ -18,15 +18,16 @@ from opacus_bc.alc.choice import check_alc
 from opacus_bc.alc.config import ALC, as_alc
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan, check_data_loader, individual_plan, make_plan, resolve_sampling
+from opacus_bc.gradients.book_keeping.recording import COMPILED
 from opacus_bc.gradients.layers import check_layers
 from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.optimizers.private import check_optimizer
 from opacus_bc.parallel.shards import fully_sharded, reshard
-from opacus_bc.parallel.wrappers import bare, is_distributed
+from opacus_bc.parallel.wrappers import bare, data_parallel, is_distributed
 
 CLIPPINGS = ("batch", "flat", "per_layer", "adaptive")
-PER_SAMPLE_MODES = ("hooks", "ew", "functorch")
+PER_SAMPLE_MODES = ("bk", "hooks", "ew", "functorch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,11 @@ class Request:
         return self.clipping == "batch"
 
     @property
+    def book_keeping(self) -> bool:
+        """Whether single samples are clipped in one backward."""
+        return not self.batch and self.grad_sample_mode == "bk"
+
+    @property
     def unit(self) -> Unit:
         """What is clipped by itself."""
         return "mini-set" if self.batch else "sample"
@@ -142,16 +148,20 @@ class Request:
         """
         if self.clipping in ("batch", "adaptive") or not self._per_sample:
             return False
-        return self.config is not None or self.noise_generator is None
+        return self.config is not None or self.noise_generator is None or self.book_keeping
 
     @property
     def _per_sample(self) -> bool:
-        return not self.distributed and self.grad_sample_mode in PER_SAMPLE_MODES
+        together = not self.distributed or self.grad_sample_mode == "bk"
+        return together and self.grad_sample_mode in PER_SAMPLE_MODES
 
     def _check_keywords(self) -> None:
         if not self.batch:
             if (size := self.mini_batch_size) is not None:
                 raise ValueError(f"mini_batch_size={size} goes with clipping='batch', got {self.clipping!r}")
+            if self.book_keeping:
+                self._check_book_keeping()
+                return
             stock = get_optimizer_class(self.clipping, self.distributed, self.grad_sample_mode)
             _refuse_unknown(set(self.extra) - set(inspect.signature(stock).parameters))
             return
@@ -167,6 +177,24 @@ class Request:
                 "per-sample gradients are made; clipping='batch' makes none: leave them out"
             )
 
+    def _check_book_keeping(self) -> None:
+        _refuse_unknown(self.extra)
+        if self.clipping == "adaptive":
+            raise ValueError("clipping='adaptive' is Opacus's own: use grad_sample_mode='hooks', or 'flat'")
+        if not self.batch_first:
+            raise ValueError(
+                "grad_sample_mode='bk' needs the samples in the first dimension: batch_first=True"
+            )
+        if isinstance(self.module, AbstractGradSampleModule):
+            raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
+        if self.distributed and data_parallel(self.module) is None:
+            raise ValueError(
+                f"grad_sample_mode='bk' does not support {type(self.module).__name__}: use torch's "
+                "DistributedDataParallel"
+            )
+        if hasattr(self.module, "_orig_mod"):
+            raise ValueError(COMPILED)
+
     def _check_alc(self) -> None:
         if self.config is None:
             return
@@ -180,7 +208,7 @@ class Request:
             )
         if isinstance(self.module, AbstractGradSampleModule):
             raise ValueError("alc= needs the plain nn.Module; this one is wrapped for per-sample gradients")
-        module = bare(self.module) if self.batch else self.module
+        module = bare(self.module) if self.batch or self.book_keeping else self.module
         adjacency = adjacency_of(self.kind)
         check_alc(
             self.config, module, self.inner_optimizer, self.data_loader, unit=self.unit, adjacency=adjacency

@@ -93,27 +93,41 @@ def sample_clip_coefficients(
     """:func:`clip_coefficients` for each of many samples, whose gradients are rows of ``grad_samples``.
 
     Returns:
+        As :func:`coefficients_of_norms`.
+    """
+    return coefficients_of_norms([row_norms(g) for g in grad_samples], blocks)
+
+
+def coefficients_of_norms(norms: Sequence[Tensor], blocks: Sequence[Block]) -> tuple[list[Tensor], Tensor]:
+    """:func:`clip_coefficients` for each of many samples, from the norms of their gradients.
+
+    Args:
+        norms: For every parameter, in the order of the blocks' names, a norm for each sample, within 2e-6 or
+            above.
+        blocks: What is clipped together, and to which bounds.
+
+    Returns:
         One vector of coefficients for every tensor (the same within a block), and which samples are finite in
         all blocks; the others have coefficients 0 and must be left out.
     """
-    device = grad_samples[0].device
-    finite = torch.ones(len(grad_samples[0]), dtype=torch.bool, device=device)
+    device = norms[0].device
+    finite = torch.ones(len(norms[0]), dtype=torch.bool, device=device)
     coefficients: list[Tensor] = []
     start = 0
     for block in blocks:
-        part = grad_samples[start : start + len(block.names)]
+        part = norms[start : start + len(block.names)]
         start += len(block.names)
-        norms = [m * _row_norms(g).to(device) for m, g in zip(block.factors, part, strict=True)]
-        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        weighed = [m * each.to(device) for m, each in zip(block.factors, part, strict=True)]
+        norm = torch.linalg.vector_norm(torch.stack(weighed), dim=0)
         finite &= norm.isfinite()
         limit = block.clip_bound * (1.0 - _NORM_MARGIN)
         coefficients.extend([torch.where(norm > limit, limit / norm, 1.0)] * len(part))
-    if start != len(grad_samples):
-        raise ValueError(f"blocks name {start} parameters, got {len(grad_samples)} gradients")
+    if start != len(norms):
+        raise ValueError(f"blocks name {start} parameters, got {len(norms)} gradients")
     return [torch.where(finite, c, 0.0) for c in coefficients], finite
 
 
-def _row_norms(samples: Tensor) -> Tensor:
+def row_norms(samples: Tensor) -> Tensor:
     """L2 norm of every sample in float64, with float32 sums no longer than in :func:`tensor_norms`."""
     flat = samples.detach().reshape(len(samples), samples[0].numel() if len(samples) else 0)
     whole = flat.shape[1] // _NORM_ROW * _NORM_ROW

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opacus_bc.draws.ledger import CHUNKS_OVER_RANKS, Delivery, DrawLedger
+from opacus_bc.draws.ledger import Delivery, DrawLedger
 from opacus_bc.mechanism.clipping import (
     accumulation_dtype,
     add_scaled_,
@@ -17,14 +17,14 @@ from opacus_bc.mechanism.clipping import (
     tensor_norms,
 )
 from opacus_bc.mechanism.noise import NoiseSource
-from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.rules import ClipRule
-from opacus_bc.optimizers.private import OpenDraw, PrivateOptimizer
+from opacus_bc.optimizers.clipped_sum import ClippedSumOptimizer, zeros_for
+from opacus_bc.optimizers.private import OpenDraw
 from opacus_bc.parallel.ranks import Reduction
-from opacus_bc.parallel.shards import as_gradient_of, local_part
+from opacus_bc.parallel.shards import local_part
 
 
-class BatchClippingOptimizer(PrivateOptimizer):
+class BatchClippingOptimizer(ClippedSumOptimizer):
     """Clips the gradient of whole mini-sets instead of single samples, so that BatchNorm can stay.
 
     **Formal guarantee**: one completed step releases, for every block h of :meth:`blocks`, the sum of the
@@ -48,8 +48,6 @@ class BatchClippingOptimizer(PrivateOptimizer):
         reduction: How several processes make one release, if there are several.
     """
 
-    noise: NoiseSource
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -64,8 +62,6 @@ class BatchClippingOptimizer(PrivateOptimizer):
         loss_reduction: str = "mean",
         reduction: Reduction | None = None,
     ) -> None:
-        self.reduction = reduction
-        self._loss_scale = 1.0
         self._cleared: set[nn.Parameter] = set()
         super().__init__(
             optimizer,
@@ -77,43 +73,13 @@ class BatchClippingOptimizer(PrivateOptimizer):
             max_grad_norm=max_grad_norm,
             expected_batch_size=mini_sets,
             loss_reduction=loss_reduction,
-            secure_mode=noise.secure,
+            reduction=reduction,
         )
 
-    @property
-    def loss_scale(self) -> float:
-        """The constant by which the loop multiplies the loss (float16); gradients are divided by it."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self._loss_scale = check_positive("loss_scale", value)
-
-    @property
-    def accumulated_iterations(self) -> int:
-        """Always one draw."""
-        return 1
-
     def before_delivery(self) -> None:
-        """Forget all gradients, also those that other processes' reduction still holds back."""
+        """Forget all gradients."""
         super().before_delivery()
-        if self.reduction is not None:
-            self.reduction.forget()
         self._cleared = set(self.held_parameters())
-
-    def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Called by Opacus's BatchMemoryManager before it fetches a chunk."""
-        if self.reduction is not None:
-            raise RuntimeError(CHUNKS_OVER_RANKS)
-        super().signal_skip_step(do_skip)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; what has been clipped of the current draw stays."""
-        self.original_optimizer.zero_grad(set_to_none)
-
-    def _check_delivery(self, delivery: Delivery) -> None:
-        if self.reduction is not None:
-            self.reduction.check(delivery)
 
     def _check_gradients(self, draw: OpenDraw, delivery: Delivery) -> None:
         grads = [p.grad for p in draw.params]
@@ -158,26 +124,9 @@ class BatchClippingOptimizer(PrivateOptimizer):
         else:
             add_scaled_(draw.clipped_sum, grads, coefficients)
 
-    def _release(self, draw: OpenDraw) -> None:
-        stds = [b.noise_std / m for b in draw.blocks for m in b.factors]
-        release = draw.clipped_sum
-        if release is None:  # nothing was deliverable, or nothing was finite
-            release = [_as_accumulator(p, usable=False) for p in draw.params]
-        if self.reduction is not None:
-            self.reduction.finish_(release)
-        for value, std in zip(release, stds, strict=True):
-            self.noise.add_(value, std)
-        draw.clipped_sum = None
-        self.mask_(release, draw.names)
-        if self.loss_reduction == "mean" and self.expected_batch_size != 1:
-            torch._foreach_div_(release, float(self.expected_batch_size))
-        for p, value in zip(draw.params, release, strict=True):
-            p.grad = as_gradient_of(p, value)
-
 
 def _as_accumulator(p: nn.Parameter, *, usable: bool) -> Tensor:
     """The parameter's gradient in accumulation precision; the tensor itself where that needs no copy."""
-    dtype = accumulation_dtype(p.dtype)
     if p.grad is None or not usable:
-        return torch.zeros_like(local_part(p), dtype=dtype, requires_grad=False)
-    return local_part(p.grad).detach().to(dtype)
+        return zeros_for(p)
+    return local_part(p.grad).detach().to(accumulation_dtype(p.dtype))

@@ -1,0 +1,1 @@
+"""Book-keeping: every sample's clipped gradient from one ordinary backward pass."""

@@ -1,0 +1,244 @@
+"""The book of one delivered batch: every sample's gradient of every parameter, as backward writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from opacus_bc.draws.ledger import Delivery, DrawLedger
+from opacus_bc.gradients.book_keeping.products import Entry, Rows
+
+Note = Callable[..., None]
+
+
+class BookKeepingError(RuntimeError):
+    """A forward or backward whose per-sample gradients cannot be told; raised before anything is released."""
+
+
+class Book:
+    """Collects per-sample gradients between a batch's delivery and its step.
+
+    **Formal guarantee**: an entry's rows are those of the delivered batch, in its order: a use of a parameter
+    whose output has another number of rows raises in the forward pass. Entries of one parameter are added
+    before its norm is taken. Nothing survives :meth:`forget`.
+
+    **Edge cases**: while nothing, or a placeholder, is delivered the book is closed: gradients are plain
+    autograd's, and no step uses them. ``torch.autograd.grad`` towards inputs writes nothing.
+
+    Args:
+        names: The model's parameters and their names.
+        trained: The parameters that the optimizer trains now.
+        ledger: The record of deliveries.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Parameter, str],
+        trained: Callable[[], Iterable[nn.Parameter]],
+        ledger: DrawLedger,
+    ) -> None:
+        self.names = {id(p): name for p, name in names.items()}
+        self._parameters = list(names)  # keeps the ids their own
+        self._trained = trained
+        self._ledger = ledger
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._arrival = _node_of(self._anchor)
+        self._delivery: Delivery | None = None
+        self._wanted: set[int] = set()
+        self._entries: dict[int, Entry] = {}
+        self._twins: dict[int, Tensor] = {}
+        self._derived: dict[int, Tensor] = {}
+        self._samples = WeakTensorKeyDictionary()
+
+    # -- opening and closing --------------------------------------------------------------------------------
+
+    def open(self) -> bool:
+        """Whether a forward pass is recorded now; one that begins belongs to the outstanding delivery."""
+        delivery = self._ledger.sole()
+        if delivery is None or delivery.placeholder:
+            return False
+        if delivery is not self._delivery:
+            self.forget()
+            self._delivery = delivery
+        self._wanted = {id(p) for p in self._trained() if p.requires_grad}
+        return True
+
+    @property
+    def rows(self) -> int:
+        """How many samples the delivered batch has."""
+        return 0 if self._delivery is None else self._delivery.size
+
+    def forget(self) -> None:
+        """Drop everything that was computed from the batch."""
+        self._delivery = None
+        self._entries, self._twins, self._derived = {}, {}, {}
+        self._samples = WeakTensorKeyDictionary()
+
+    # -- which tensor is what -------------------------------------------------------------------------------
+
+    def is_parameter(self, value: object) -> bool:
+        """Whether gradients of this tensor are the book's: a trainable parameter, or a function of some."""
+        return isinstance(value, Tensor) and (
+            id(value) in self._derived or (id(value) in self.names and value.requires_grad)
+        )
+
+    def is_sample(self, value: object) -> bool:
+        """Whether this tensor was computed from the batch."""
+        if not isinstance(value, Tensor) or self.is_parameter(value):
+            return False
+        return value.requires_grad or value in self._samples
+
+    def mark(self, value: object) -> None:
+        """Note that a tensor (or several) was computed from the batch."""
+        if isinstance(value, Tensor):
+            self._samples[value] = True
+        elif isinstance(value, (tuple, list)):
+            for each in value:
+                self.mark(each)
+        elif isinstance(value, Mapping):
+            self.mark(list(value.values()))
+
+    def plain(self, value: Any) -> Any:
+        """A parameter's value without its gradient; anything else as it is."""
+        return value.detach() if self.is_parameter(value) else value
+
+    def wants(self, value: object) -> bool:
+        """Whether per-sample gradients of this parameter will be asked for."""
+        return isinstance(value, Tensor) and (id(value) in self._derived or id(value) in self._wanted)
+
+    def twin(self, value: Any) -> Any:
+        """A leaf in a parameter's place, from which functions of parameters alone are computed."""
+        if not self.is_parameter(value) or id(value) in self._derived:
+            return value
+        if id(value) not in self._twins:
+            self._twins[id(value)] = value.detach().requires_grad_()
+        return self._twins[id(value)]
+
+    def derive(self, value: Any) -> Any:
+        """Note what was computed from parameters alone."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            self._derived[id(value)] = value
+        elif isinstance(value, (tuple, list)):
+            for each in value:
+                self.derive(each)
+        return value
+
+    def name_of(self, value: Tensor) -> str:
+        """A parameter's name."""
+        return self.names.get(id(value), "a function of parameters")
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    def tap(self, output: Tensor, note: Note, *saved: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """Have ``note(gradient, *saved)`` called when backward reaches ``output``; returns it as ``shape``.
+
+        Raises:
+            BookKeepingError: What is returned does not have a row for each sample.
+        """
+        shape = output.shape if shape is None else torch.Size(shape)
+        if not shape or shape[0] != self.rows:
+            raise BookKeepingError(
+                f"a layer returned {shape[0] if shape else 'no'} rows for a batch of {self.rows} samples: "
+                "individual clipping needs one row for each sample in every layer. Frames, views or tokens "
+                "that are folded into the batch, and layers that run once for the whole batch, are not "
+                "samples; clipping='batch' does not need that"
+            )
+        delivery = self._delivery
+
+        def checked(grad: Tensor, *held: Tensor) -> None:
+            if self._delivery is not delivery:
+                raise BookKeepingError(
+                    "backward went through a forward pass of an earlier batch: repeat the forward pass, or "
+                    "detach what it left behind"
+                )
+            if torch._C._will_engine_execute_node(self._arrival):  # not in autograd.grad towards an input
+                note(grad, *held)
+
+        fresh = output.clone() if output._is_view() else output
+        tapped: Tensor = _Tap.apply(fresh, self._anchor, checked, *(held.detach() for held in saved))
+        result = tapped if tapped.shape == shape else tapped.view(shape)
+        self.mark(result)
+        return result
+
+    def add(self, parameter: Tensor, entry: Entry) -> None:
+        """Write down all samples' gradients of one use of a parameter."""
+        before = self._entries.get(id(parameter))
+        self._entries[id(parameter)] = entry if before is None else Rows(before.rows() + entry.rows())
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def read(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Entry]:
+        """The entries of those parameters that backward has reached.
+
+        Raises:
+            BookKeepingError: There is none, or a parameter has a gradient that was made without the book.
+        """
+        parameters = list(parameters)
+        outside = [p for p in parameters if p.grad is not None]
+        outside += [p for p in parameters if getattr(self._twins.get(id(p)), "grad", None) is not None]
+        if outside:
+            raise BookKeepingError(
+                f"{self.name_of(outside[0])} has a gradient that was not made sample by sample: the "
+                "parameter is used outside of the forward pass of the model (in the loss, by a submodule "
+                "that is called by itself, or in an operation that is not torch's). Use grad_sample_mode='hooks' "
+                "or clipping='batch'"
+            )
+        self._pull_back()
+        found = {p: self._entries[id(p)] for p in parameters if id(p) in self._entries}
+        if not found:
+            raise BookKeepingError(
+                "optimizer.step() found no gradient: call loss.backward() on this batch first"
+            )
+        return found
+
+    def _pull_back(self) -> None:
+        """Turn entries of functions of parameters into entries of the parameters, by the chain rule."""
+        leaves = [(id(p), self._twins[id(p)]) for p in self._parameters if id(p) in self._twins]
+        for key, value in self._derived.items():
+            entry = self._entries.pop(key, None)
+            if entry is None:
+                continue
+            grads = torch.autograd.grad(
+                value,
+                [leaf for _, leaf in leaves],
+                entry.rows(),
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+            for (owner, _), grad in zip(leaves, grads, strict=True):
+                if grad is not None:
+                    before = self._entries.get(owner)
+                    self._entries[owner] = Rows(grad if before is None else before.rows() + grad)
+
+
+def _node_of(leaf: Tensor) -> torch.autograd.graph.Node:
+    """The autograd node that gradients of a leaf arrive at."""
+    above = leaf.view_as(leaf).grad_fn
+    assert above is not None
+    node = above.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+class _Tap(torch.autograd.Function):
+    """Hands a tensor on and shows its gradient to the book. The tensor may be overwritten afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, note: Note, *saved: Tensor) -> Tensor:
+        ctx.note = note
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(*saved)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.note(grad, *ctx.saved_tensors)
+        passed_on = grad if ctx.needs_input_grad[0] else None
+        return (passed_on, None, None, *(None for _ in ctx.saved_tensors))

@@ -1,0 +1,392 @@
+"""Per-sample gradients of torch's functions: one rule for each, and one for everything else.
+
+A rule computes the function without the parameters' gradients and tells the book what backward has to write
+down. It is found by the function that a layer calls, not by the layer's type, so that subclasses, padding
+modes and layers that use several parameters need no rules of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from opacus_bc.batch_norm.gradients import constant_batch_norm, positions, weight_gradients
+from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
+from opacus_bc.gradients.book_keeping.convolution import Convolution
+from opacus_bc.gradients.book_keeping.products import ConvolutionProduct, Entry, LinearProduct, Rows
+from opacus_bc.mechanism.clipping import accumulation_dtype
+
+Rule = Callable[..., Tensor]
+_KEEP = 4  # a weight is instantiated for every sample if it has at most so many times T² entries
+
+
+def linear(book: Book, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` over any number of positions."""
+    _refuse_single(book, input, 1)
+    flat = input.reshape(-1, input.shape[-1])  # in one piece, which may be overwritten afterwards
+    output = F.linear(flat, book.plain(weight), book.plain(bias))
+    rows = len(input)
+
+    def note(grad: Tensor, *held: Tensor) -> None:
+        b = _wide(grad).reshape(rows, -1, grad.shape[-1])
+        if book.wants(weight):
+            product = LinearProduct(_wide(held[0]).reshape(rows, -1, held[0].shape[-1]), b)
+            book.add(weight, _kept_or_not(product, weight.numel(), b.shape[1]))
+        if bias is not None and book.wants(bias):
+            book.add(bias, Rows(b.sum(1)))
+
+    saved = (flat,) if book.wants(weight) else ()
+    return book.tap(output, note, *saved, shape=(*input.shape[:-1], output.shape[-1]))
+
+
+def _refuse_single(book: Book, input: Tensor, dimensions: int) -> None:
+    """A layer that got one sample without a dimension for the batch would show something else as rows."""
+    if input.dim() <= dimensions:
+        raise BookKeepingError(
+            f"a layer got a tensor of shape {tuple(input.shape)}, which has no dimension for the samples: "
+            "individual clipping needs one row for each sample in every layer"
+        )
+
+
+def _kept_or_not(product: Entry, entries: int, positions: int, groups: int = 1) -> Entry:
+    """Instantiate now where that is cheaper than Gram matrices; the inputs are then free to go."""
+    if positions > 1 and entries <= _KEEP * groups * positions**2:
+        return Rows(product.rows())
+    return product
+
+
+def convolution(
+    book: Book,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``F.conv1d``, ``F.conv2d`` and ``F.conv3d``."""
+    n = weight.dim() - 2
+    _refuse_single(book, input, n + 1)
+    kernel = tuple(weight.shape[2:])
+    stride, dilation = _tuple(stride, n), _tuple(dilation, n)
+    if isinstance(padding, str):
+        input, padding = _padded_as_named(input, padding, kernel, dilation)
+    shape = Convolution(
+        kernel=kernel, stride=stride, padding=_tuple(padding, n), dilation=dilation, groups=groups
+    )
+    function = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
+    output = function(input, book.plain(weight), book.plain(bias), stride, shape.padding, dilation, groups)
+
+    def note(grad: Tensor, *held: Tensor) -> None:
+        b = _wide(grad)
+        if book.wants(weight):
+            product = ConvolutionProduct(shape, _wide(held[0]), b, _wide(weight.detach()))
+            book.add(weight, _kept_or_not(product, weight.numel(), math.prod(b.shape[2:]), groups))
+        if bias is not None and book.wants(bias):
+            book.add(bias, Rows(b.flatten(2).sum(2)))
+
+    return book.tap(output, note, *((input,) if book.wants(weight) else ()))
+
+
+def _tuple(value: Any, n: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, (tuple, list)) else (int(value),)
+    return values * n if len(values) == 1 else values
+
+
+def _padded_as_named(
+    x: Tensor, padding: str, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, int]:
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        x = F.pad(x, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])
+    return x, 0
+
+
+def layer_norm(
+    book: Book,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.layer_norm``."""
+    _refuse_single(book, input, len(normalized_shape))
+    output = F.layer_norm(input, normalized_shape, book.plain(weight), book.plain(bias), eps)
+    last = len(normalized_shape)
+    return _affine(
+        book, output, input, weight, bias, lambda x: F.layer_norm(x, normalized_shape, eps=eps), last
+    )
+
+
+def rms_norm(
+    book: Book, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """``F.rms_norm``."""
+    _refuse_single(book, input, len(normalized_shape))
+    output = F.rms_norm(input, normalized_shape, book.plain(weight), eps)
+    last = len(normalized_shape)
+    return _affine(
+        book, output, input, weight, None, lambda x: F.rms_norm(x, normalized_shape, eps=eps), last
+    )
+
+
+def group_norm(
+    book: Book,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.group_norm``."""
+    output = F.group_norm(input, num_groups, book.plain(weight), book.plain(bias), eps)
+    return _affine(book, output, input, weight, bias, lambda x: F.group_norm(x, num_groups, eps=eps), None)
+
+
+def instance_norm(
+    book: Book,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.instance_norm``."""
+    statistics = (running_mean, running_var)
+
+    def normalised(x: Tensor, w: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+        return F.instance_norm(x, *statistics, w, b, use_input_stats, momentum, eps)
+
+    return _affine(
+        book, normalised(input, book.plain(weight), book.plain(bias)), input, weight, bias, normalised, None
+    )
+
+
+def batch_norm(
+    book: Book,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.batch_norm`` with given statistics; those of the batch would mix its samples."""
+    if training or running_mean is None or running_var is None:
+        raise BookKeepingError(
+            "BatchNorm normalised with the statistics of the private batch, which mixes its samples: give "
+            "make_private a batch_norm= policy"
+        )
+    return constants(book, None, input, weight, bias, running_mean, running_var, eps)
+
+
+def constants(
+    book: Book,
+    layer: Any,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+) -> Tensor:
+    """BatchNorm with constants in the place of statistics."""
+    output = constant_batch_norm(None, input, book.plain(weight), book.plain(bias), mean, var, eps)
+
+    def note(grad: Tensor, *held: Tensor) -> None:
+        b = _wide(grad)
+        if weight is not None and book.wants(weight):
+            inverse = torch.rsqrt(var + eps)
+            book.add(weight, Rows(weight_gradients(_wide(held[0]), b, mean, inverse)))
+        if bias is not None and book.wants(bias):
+            book.add(bias, Rows(positions(b).sum(2)))
+
+    return book.tap(output, note, *((input,) if book.wants(weight) else ()))
+
+
+def _affine(
+    book: Book,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalised: Callable[[Tensor], Tensor],
+    last: int | None,
+) -> Tensor:
+    """Weight and bias of a normalisation: along the last dimensions, or along the channels (None)."""
+
+    def per_sample(values: Tensor) -> Tensor:
+        if last is None:
+            return positions(values).sum(2)
+        return values.flatten(1, -last - 1).sum(1) if values.dim() > last + 1 else values
+
+    def note(grad: Tensor, *held: Tensor) -> None:
+        b = _wide(grad)
+        if weight is not None and book.wants(weight):
+            book.add(weight, Rows(per_sample(normalised(_wide(held[0])) * b)))
+        if bias is not None and book.wants(bias):
+            book.add(bias, Rows(per_sample(b)))
+
+    return book.tap(output, note, *((input,) if book.wants(weight) else ()))
+
+
+def embedding(
+    book: Book, input: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **named: Any
+) -> Tensor:
+    """``F.embedding``."""
+    output = F.embedding(input, book.plain(weight), padding_idx)
+
+    def note(grad: Tensor, *held: Tensor) -> None:
+        rows = len(grad)
+        index = held[0].reshape(rows, -1)
+        b = _wide(grad).reshape(rows, index.shape[1], -1)
+        if padding_idx is not None:
+            b = b.masked_fill((index == padding_idx % len(weight))[..., None], 0.0)
+        found = b.new_zeros((rows, *weight.shape))
+        found.scatter_add_(1, index[..., None].expand_as(b), b)
+        book.add(weight, Rows(found))
+
+    return book.tap(output, note, *((input,) if book.wants(weight) else ()))
+
+
+def add(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    """A parameter that is added to every sample, as position embeddings are."""
+    output = torch.add(book.plain(input), book.plain(other), alpha=alpha)
+
+    def note(grad: Tensor) -> None:
+        for value, factor in ((input, 1.0), (other, alpha)):
+            if book.wants(value):
+                book.add(value, Rows(_reduced(_wide(grad), value) * factor))
+
+    _refuse_rows(book, output, input, other)
+    return book.tap(output, note)
+
+
+def multiply(book: Book, input: Any, other: Any) -> Tensor:
+    """A parameter that every sample is multiplied with, as layer scales are."""
+    parameter, value = (input, other) if book.is_parameter(input) else (other, input)
+    output = torch.mul(book.plain(input), book.plain(other))
+
+    def note(grad: Tensor, *held: Tensor) -> None:
+        book.add(parameter, Rows(_reduced(_wide(grad) * held[0], parameter)))
+
+    _refuse_rows(book, output, parameter)
+    return book.tap(output, note, *((value,) if book.wants(parameter) else ()))
+
+
+def _reduced(grad: Tensor, value: Tensor) -> Tensor:
+    """Sum a gradient over what was broadcast, but for the samples."""
+    shape = (1,) * (grad.dim() - value.dim()) + tuple(value.shape)
+    over = [d for d in range(1, grad.dim()) if shape[d] == 1 and grad.shape[d] != 1]
+    return (grad.sum(over) if over else grad).reshape(len(grad), *value.shape)
+
+
+def _refuse_rows(book: Book, output: Tensor, *values: Any) -> None:
+    """A parameter that has a row for each sample is not broadcast to them: its rows are no samples."""
+    for value in values:
+        if book.is_parameter(value) and value.dim() == output.dim() and len(value) == len(output) != 1:
+            raise BookKeepingError(
+                f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to "
+                "its samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
+            )
+
+
+def expand(book: Book, input: Tensor, *sizes: Any) -> Tensor:
+    """A parameter with one row that is repeated for every sample, as class tokens are."""
+    output = input.detach().expand(*sizes)
+    if output.dim() == input.dim() and len(input) != 1:
+        raise _no_rule("expand", book, input)
+    return book.tap(output, lambda grad: book.add(input, Rows(_reduced(_wide(grad), input))))
+
+
+def row_by_row(
+    book: Book, function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+) -> Tensor:
+    """Any other function, differentiated for each sample by itself; slow and exact where rows are samples.
+
+    Raises:
+        BookKeepingError: The function changes its arguments, or its results are not rows of samples.
+    """
+    name = getattr(function, "__name__", str(function))
+    flat = [*args, *named.values()]
+    used = [value for value in flat if book.is_parameter(value)]
+    batched = [i for i, value in enumerate(flat) if book.is_sample(value)]
+    if name.endswith("_") and not name.endswith("__"):
+        raise _no_rule(name, book, used[0])
+    if len(used) == 0 or not batched or any(flat[i].dim() == 0 or len(flat[i]) != book.rows for i in batched):
+        raise _no_rule(name, book, *used)
+
+    def call(parameters: list[Tensor], samples: list[Tensor]) -> Any:
+        values = list(flat)
+        for i, value in enumerate(flat):
+            for place, parameter in enumerate(used):
+                if value is parameter:
+                    values[i] = parameters[place]
+        for i, value in zip(batched, samples, strict=True):
+            values[i] = value
+        return function(*values[: len(args)], **dict(zip(named, values[len(args) :], strict=True)))
+
+    plain = [value.detach() for value in used]
+    output = call(plain, [flat[i] for i in batched])
+    if not isinstance(output, Tensor):
+        raise _no_rule(name, book, *used)
+
+    def note(grad: Tensor, *held: Tensor) -> None:
+        def one(g: Tensor, *row: Tensor) -> Any:
+            return vjp(lambda *p: call(list(p), [r[None] for r in row]), *plain)[1](g[None])
+
+        for value, found in zip(used, vmap(one)(grad, *held), strict=True):
+            if book.wants(value):
+                book.add(value, Rows(_wide(found)))
+
+    return book.tap(output, note, *(flat[i] for i in batched))
+
+
+def _no_rule(name: str, book: Book, *parameters: Tensor) -> BookKeepingError:
+    who = book.name_of(parameters[0]) if parameters else "a parameter"
+    return BookKeepingError(
+        f"{who} meets the batch in {name}, of which no per-sample gradient is known in one backward: use "
+        "grad_sample_mode='hooks', freeze the parameter, or use clipping='batch'"
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the precision in which norms and sums are computed."""
+    return x.to(accumulation_dtype(x.dtype))
+
+
+RULES: dict[Any, Rule] = {
+    F.linear: linear,
+    F.conv1d: convolution,
+    F.conv2d: convolution,
+    F.conv3d: convolution,
+    F.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    F.group_norm: group_norm,
+    F.instance_norm: instance_norm,
+    F.batch_norm: batch_norm,
+    constant_batch_norm: constants,
+    F.embedding: embedding,
+    torch.add: add,
+    Tensor.add: add,
+    Tensor.__add__: add,
+    Tensor.__radd__: add,
+    torch.mul: multiply,
+    Tensor.mul: multiply,
+    Tensor.__mul__: multiply,
+    Tensor.__rmul__: multiply,
+    Tensor.expand: expand,
+}

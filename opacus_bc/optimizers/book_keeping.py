@@ -1,0 +1,93 @@
+"""The optimizer of individual clipping in one backward: it reads every sample's gradient out of the book."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opacus_bc.draws.ledger import Delivery
+from opacus_bc.gradients.book_keeping.book import Book
+from opacus_bc.gradients.book_keeping.products import Entry, Rows
+from opacus_bc.mechanism.clipping import coefficients_of_norms
+from opacus_bc.optimizers.clipped_sum import ClippedSumOptimizer, zeros_for
+from opacus_bc.optimizers.private import OpenDraw
+
+
+class BookKeepingOptimizer(ClippedSumOptimizer):
+    """Clips every sample's gradient block by block, float rounding included, without forming all of them.
+
+    Backward leaves in the book, parameter by parameter, what every sample's gradient is made of. A step asks
+    it for the samples' norms, turns these into clip coefficients and asks for the weighted sums.
+
+    **Formal guarantee**: one step releases, for every block h, the sum of the samples' clipped vectors plus
+    ``N(0, tau_h^2)``, which given the draw is ``G_mu``-DP with ``mu = 1 / effective_noise_multiplier``.
+    Proof: norms and sums are those of the same entries, the norms are never too small, and a sample is one
+    row of every entry; so it adds one vector of norm at most C_h to block h.
+
+    **Edge cases**: a sample with a gradient that is not finite in any block counts as zero in all of them; a
+    trainable parameter that backward did not reach counts as zero and is noised.
+
+    Args:
+        optimizer: The user's optimizer.
+        book: What backward writes.
+        **kwargs: For :class:`ClippedSumOptimizer`.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, book: Book, **kwargs: Any) -> None:
+        self._book = book
+        self._entries: dict[nn.Parameter, Entry] = {}
+        super().__init__(optimizer, **kwargs)
+
+    def before_delivery(self) -> None:
+        """Forget all gradients, and what the book says of the batch."""
+        super().before_delivery()
+        self._entries = {}
+        self._book.forget()
+
+    def _check_gradients(self, draw: OpenDraw, delivery: Delivery) -> None:
+        if set(self.params) != set(draw.params):
+            raise RuntimeError(THAWED)
+        self._entries = self._book.read(draw.params)
+
+    def _accumulate(self, draw: OpenDraw, delivery: Delivery) -> None:
+        if not delivery.placeholder:
+            self._clip_and_add(draw, delivery.size)
+        self.before_delivery()
+
+    @torch.no_grad()
+    def _clip_and_add(self, draw: OpenDraw, rows: int) -> None:
+        # The mean of the batch's losses has 1/rows of a sample's gradient.
+        scale = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
+        entries = [self._entry(name, p) for name, p in zip(draw.names, draw.params, strict=True)]
+        self._entries = {}
+        nothing = torch.zeros(rows, dtype=torch.float64)
+        norms = [nothing if entry is None else entry.norms() * scale for entry in entries]
+        coefficients, finite = coefficients_of_norms(norms, draw.blocks)
+        if not bool(finite.all()):  # zero times infinity is not zero
+            entries = [entry and entry.without(finite) for entry in entries]
+            coefficients = [c[finite] for c in coefficients]
+        if draw.clipped_sum is None:
+            draw.clipped_sum = [zeros_for(p) for p in draw.params]
+        for total in draw.clipped_sum:
+            entry, weights = entries.pop(0), coefficients.pop(0)  # each is free to go once it is added
+            if entry is not None:
+                total += entry.weighted_sum(weights.to(total.device) * scale)
+
+    def _entry(self, name: str, p: nn.Parameter) -> Entry | None:
+        """All samples' gradients of a parameter, without its frozen entries."""
+        entry, frozen = self._entries.get(p), self._frozen(name)
+        if entry is None or frozen is None:
+            return entry
+        return Rows(entry.rows().masked_fill(frozen, 0.0))
+
+    def _frozen(self, name: str) -> Tensor | None:
+        return None if self.adaptive is None else self.adaptive.frozen.get(name)
+
+
+THAWED = (
+    "parameters were frozen, thawed or added within a draw, whose clip bounds cover others: do that between "
+    "draws, or start again with iter(loader)"
+)
