@@ -98,13 +98,16 @@ def sample_clip_coefficients(
     return coefficients_of_norms([row_norms(g) for g in grad_samples], blocks)
 
 
-def coefficients_of_norms(norms: Sequence[Tensor], blocks: Sequence[Block]) -> tuple[list[Tensor], Tensor]:
+def coefficients_of_norms(
+    norms: Sequence[Tensor], blocks: Sequence[Block], *, scale: float = 1.0
+) -> tuple[list[Tensor], Tensor]:
     """:func:`clip_coefficients` for each of many samples, from the norms of their gradients.
 
     Args:
         norms: For every parameter, in the order of the blocks' names, a norm for each sample, within 2e-6 or
             above.
         blocks: What is clipped together, and to which bounds.
+        scale: What all gradients are multiplied with before they are clipped; the coefficients contain it.
 
     Returns:
         One vector of coefficients for every tensor (the same within a block), and which samples are finite in
@@ -117,14 +120,16 @@ def coefficients_of_norms(norms: Sequence[Tensor], blocks: Sequence[Block]) -> t
     for block in blocks:
         part = norms[start : start + len(block.names)]
         start += len(block.names)
-        weighed = [m * each.to(device) for m, each in zip(block.factors, part, strict=True)]
-        norm = torch.linalg.vector_norm(torch.stack(weighed), dim=0)
+        factors = torch.tensor(block.factors, dtype=torch.float64, device=device)
+        stacked = torch.stack([each.to(device) for each in part])
+        norm = torch.linalg.vector_norm(stacked.mul_((factors * scale)[:, None]), dim=0)
         finite &= norm.isfinite()
         limit = block.clip_bound * (1.0 - _NORM_MARGIN)
-        coefficients.extend([torch.where(norm > limit, limit / norm, 1.0)] * len(part))
+        coefficients.append(torch.where(norm > limit, limit / norm, 1.0) * scale)
     if start != len(norms):
         raise ValueError(f"blocks name {start} parameters, got {len(norms)} gradients")
-    return [torch.where(finite, c, 0.0) for c in coefficients], finite
+    coefficients = [torch.where(finite, c, 0.0) for c in coefficients]
+    return [c for c, block in zip(coefficients, blocks, strict=True) for _ in block.names], finite
 
 
 def row_norms(samples: Tensor) -> Tensor:

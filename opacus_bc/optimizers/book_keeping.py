@@ -63,18 +63,20 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
         scale = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
         entries = [self._entry(name, p) for name, p in zip(draw.names, draw.params, strict=True)]
         self._entries = {}
-        nothing = torch.zeros(rows, dtype=torch.float64)
-        norms = [nothing if entry is None else entry.norms() * scale for entry in entries]
-        coefficients, finite = coefficients_of_norms(norms, draw.blocks)
+        nothing = torch.zeros(rows, dtype=torch.float64, device=draw.params[0].device)
+        norms = [nothing if entry is None else entry.norms() for entry in entries]
+        coefficients, finite = coefficients_of_norms(norms, draw.blocks, scale=scale)
         if not bool(finite.all()):  # zero times infinity is not zero
             entries = [entry and entry.without(finite) for entry in entries]
             coefficients = [c[finite] for c in coefficients]
+        sums = []
+        for p in draw.params:
+            entry, weights = entries.pop(0), coefficients.pop(0)  # each is free to go once it is added up
+            sums.append(zeros_for(p) if entry is None else entry.weighted_sum(weights.to(p.device)))
         if draw.clipped_sum is None:
-            draw.clipped_sum = [zeros_for(p) for p in draw.params]
-        for total in draw.clipped_sum:
-            entry, weights = entries.pop(0), coefficients.pop(0)  # each is free to go once it is added
-            if entry is not None:
-                total += entry.weighted_sum(weights.to(total.device) * scale)
+            draw.clipped_sum = sums
+        else:
+            torch._foreach_add_(draw.clipped_sum, sums)
 
     def _entry(self, name: str, p: nn.Parameter) -> Entry | None:
         """All samples' gradients of a parameter, without its frozen entries."""

@@ -185,8 +185,8 @@ class Book:
             raise BookKeepingError(
                 f"{self.name_of(outside[0])} has a gradient that was not made sample by sample: the "
                 "parameter is used outside of the forward pass of the model (in the loss, by a submodule "
-                "that is called by itself, or in an operation that is not torch's). Use grad_sample_mode='hooks' "
-                "or clipping='batch'"
+                "that is called by itself, or in an operation that is not torch's). Call the model itself, "
+                "or use grad_sample_mode='hooks'"
             )
         self._pull_back()
         found = {p: self._entries[id(p)] for p in parameters if id(p) in self._entries}

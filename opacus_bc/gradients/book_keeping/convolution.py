@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opacus_bc.gradients.book_keeping.grams import gram, gram_norms
 
-_PIECE = 2**22  # floats of a temporary: larger ones cost more in fresh pages than they save
+_PIECE = 2**19  # floats of a temporary: larger ones cost more in fresh pages than they save
 _WIDE = 32  # input channels of a group from which torch's own grouped weight gradient is quick
 _SMALL = 2**16  # and entries of the weight up to which it is
 
@@ -70,8 +70,8 @@ class Convolution:
         """Every sample's gradient of the weight, of shape (rows, *weight.shape)."""
         result = grad.new_empty((len(x), *weight.shape))
         channels = x.shape[1] // self.groups
-        wide = channels >= _WIDE and weight.numel() <= _SMALL
-        if channels == 1 or wide:
+        depthwise = channels == 1 and self.groups > 1
+        if depthwise or (channels >= _WIDE and weight.numel() <= _SMALL):
             make, floats = self._by_groups, math.prod(x.shape[1:]) + math.prod(grad.shape[1:])
         else:
             make, floats = self._by_windows, math.prod((x.shape[1], *self.kernel, *grad.shape[2:]))

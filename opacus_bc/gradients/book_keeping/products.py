@@ -70,6 +70,7 @@ class LinearProduct:
 
     inputs: Tensor
     grads: Tensor
+    shape: torch.Size  # the weight's
 
     def norms(self) -> Tensor:
         """See :class:`Entry`."""
@@ -82,15 +83,15 @@ class LinearProduct:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
         scaled = self.grads * weights.to(self.grads.dtype)[:, None, None]
-        return scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1)
+        return (scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1)).view(self.shape)
 
     def rows(self) -> Tensor:
         """See :class:`Entry`."""
-        return torch.bmm(self.grads.transpose(1, 2), self.inputs)
+        return torch.bmm(self.grads.transpose(1, 2), self.inputs).view(-1, *self.shape)
 
     def without(self, keep: Tensor) -> LinearProduct:
         """See :class:`Entry`."""
-        return LinearProduct(self.inputs[keep], self.grads[keep])
+        return LinearProduct(self.inputs[keep], self.grads[keep], self.shape)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def linear(book: Book, input: Tensor, weight: Tensor, bias: Tensor | None = None
     def note(grad: Tensor, *held: Tensor) -> None:
         b = _wide(grad).reshape(rows, -1, grad.shape[-1])
         if book.wants(weight):
-            product = LinearProduct(_wide(held[0]).reshape(rows, -1, held[0].shape[-1]), b)
+            product = LinearProduct(_wide(held[0]).reshape(rows, -1, held[0].shape[-1]), b, weight.shape)
             book.add(weight, _kept_or_not(product, weight.numel(), b.shape[1]))
         if bias is not None and book.wants(bias):
             book.add(bias, Rows(b.sum(1)))
@@ -87,12 +87,20 @@ def convolution(
     def note(grad: Tensor, *held: Tensor) -> None:
         b = _wide(grad)
         if book.wants(weight):
-            product = ConvolutionProduct(shape, _wide(held[0]), b, _wide(weight.detach()))
-            book.add(weight, _kept_or_not(product, weight.numel(), math.prod(b.shape[2:]), groups))
+            book.add(weight, _convolution_entry(shape, _wide(held[0]), b, _wide(weight.detach())))
         if bias is not None and book.wants(bias):
             book.add(bias, Rows(b.flatten(2).sum(2)))
 
     return book.tap(output, note, *((input,) if book.wants(weight) else ()))
+
+
+def _convolution_entry(shape: Convolution, x: Tensor, grad: Tensor, weight: Tensor) -> Entry:
+    places = math.prod(grad.shape[2:])
+    if places == 1 and shape.groups == 1:  # a linear layer on the only window
+        window = shape.windows(shape.padded(x), grad.shape[2:]).reshape(len(x), 1, weight[0].numel())
+        return LinearProduct(window, grad.reshape(len(x), 1, -1), weight.shape)
+    product = ConvolutionProduct(shape, x, grad, weight)
+    return _kept_or_not(product, weight.numel(), places, shape.groups)
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
