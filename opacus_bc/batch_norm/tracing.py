@@ -39,6 +39,12 @@ class _Use:
     x: Tensor  # its input
     output: GradientEdge  # in-place operations do not move an edge
     axis: int  # where the output has the rows of the weight
+    version: int  # of the input
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the input is no longer what the layer saw."""
+        return bool(self.x._version != self.version)
 
     def rows_first(self, grad: Tensor) -> Tensor:
         """A gradient with respect to the output in shape (rows of the weight, everything else)."""
@@ -108,7 +114,7 @@ class Trace:
         batched = isinstance(layer, nn.Linear) or output.dim() == layer.weight.dim()
         if batched and any(p.requires_grad for p in layer.parameters(recurse=False)):
             axis = output.dim() - 1 if isinstance(layer, nn.Linear) else 1
-            self._uses.append(_Use(layer, x.detach(), get_gradient_edge(handed), axis))
+            self._uses.append(_Use(layer, x.detach(), get_gradient_edge(handed), axis, x._version))
         return handed
 
     def consumed(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -147,11 +153,18 @@ def tracing(root: nn.Module, norms: Collection[nn.Module]) -> Iterator[Trace]:
 
 def _cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook: hand the output on without its graph (Opacus's backward hooks would find no record)."""
-    return output.detach() if isinstance(output, Tensor) else None
+    return _without_graph(output)
+
+
+def _without_graph(output: Any) -> Any:
+    if type(output) in (tuple, list):
+        return type(output)(map(_without_graph, output))
+    return output.detach() if isinstance(output, Tensor) else output
 
 
 def _follow(x: Tensor, uses: list[_Use]) -> tuple[Upstream, ...]:
     """The layers whose rows each move one channel of ``x``, and how they move its mean and variance."""
+    uses = [use for use in uses if not use.overwritten]
     if not uses or not x.requires_grad:
         return ()
     count, by_channel = x.numel() // x.shape[1], [-1 if d == 1 else 1 for d in range(x.dim())]

@@ -1,0 +1,258 @@
+"""Gradients through public statistics: every construct between a layer and BatchNorm, against autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.batch_norm import BACKWARD_HOOK_REMARK, make_private
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_bc.batch_norm.public import PublicStatistics
+
+pytestmark = [
+    pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK),
+    pytest.mark.filterwarnings("ignore:differentiate=True changes nothing"),
+    pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel"),
+]
+ROWS = (nn.Linear, nn.Conv1d, nn.Conv2d)
+SEED = 3  # of the public forward
+
+
+class Graph(nn.Module):
+    """Layers by name, and a function that says how they are wired."""
+
+    def __init__(self, wiring: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.wiring = wiring
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wiring(self, x)
+
+
+class Noise(nn.Module):
+    """Dropout in evaluation too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.4, training=True)
+
+
+def behind(norm: int, *layers: nn.Module, between: int = 0) -> nn.Sequential:
+    """``layers``, then a convolution and its BatchNorm, so that the statistics of two layers are followed."""
+    return nn.Sequential(*layers, nn.Conv2d(norm, 3, 2), nn.BatchNorm2d(3), *head(3))
+
+
+def head(channels: int) -> list[nn.Module]:
+    return [nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 3)]
+
+
+def conv(rows: int, inputs: int = 3, size: int = 3, **kwargs: Any) -> nn.Conv2d:
+    return nn.Conv2d(inputs, rows, size, **kwargs)
+
+
+def pooled(x: Tensor) -> Tensor:
+    return x.mean((2, 3))
+
+
+def shuffled(x: Tensor) -> Tensor:
+    return x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def gated(net: Any, x: Tensor) -> Tensor:
+    """A squeeze-and-excitation block between convolution and BatchNorm."""
+    y = net.one(x)
+    gate = torch.sigmoid(net.up(torch.relu(net.down(y.mean((2, 3))))))
+    return net.end(pooled(net.norm(y * gate[:, :, None, None])))
+
+
+def norm1d(**layers: nn.Module) -> Graph:
+    return Graph(lambda net, x: net.end(torch.tanh(net.norm(net.act(net.one(x.flatten(1)))))), **layers)
+
+
+CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
+    "conv, norm": lambda: behind(4, conv(4), nn.BatchNorm2d(4)),
+    "conv, relu, norm": lambda: behind(4, conv(4), nn.ReLU(), nn.BatchNorm2d(4)),
+    "conv, relu in place, norm": lambda: behind(4, conv(4), nn.ReLU(inplace=True), nn.BatchNorm2d(4)),
+    "conv, pool, norm": lambda: behind(4, conv(4, size=2), nn.MaxPool2d(2), nn.BatchNorm2d(4)),
+    "conv, relu, pool, dropout, norm": lambda: behind(
+        4, conv(4, size=2), nn.ReLU(), nn.AvgPool2d(2, 1), Noise(), nn.BatchNorm2d(4)
+    ),
+    "linear, norm": lambda: norm1d(
+        one=nn.Linear(75, 4), act=nn.Identity(), norm=nn.BatchNorm1d(4), end=nn.Linear(4, 3)
+    ),
+    "linear, tanh, norm": lambda: norm1d(
+        one=nn.Linear(75, 4), act=nn.Tanh(), norm=nn.BatchNorm1d(4), end=nn.Linear(4, 3)
+    ),
+    "linear over positions": lambda: Graph(
+        lambda net, x: net.end(net.norm(torch.tanh(net.one(x.flatten(2))).mT).mean(2)),
+        one=nn.Linear(25, 4), norm=nn.BatchNorm1d(4), end=nn.Linear(4, 3),
+    ),
+    "conv1d": lambda: Graph(
+        lambda net, x: net.end(net.norm(torch.tanh(net.one(x.flatten(2)))).mean(2)),
+        one=nn.Conv1d(3, 4, 5, stride=2, dilation=2), norm=nn.BatchNorm1d(4), end=nn.Linear(4, 3),
+    ),
+    "grouped": lambda: behind(6, conv(6, groups=3, bias=False), nn.GELU(), nn.BatchNorm2d(6)),
+    "depthwise": lambda: behind(6, conv(6, groups=3, stride=2), nn.Tanh(), nn.BatchNorm2d(6)),
+    "padding": lambda: behind(4, conv(4, size=2, padding="same"), nn.Tanh(), nn.BatchNorm2d(4)),
+    "two norms behind one conv": lambda: Graph(
+        lambda net, x: net.end(
+            pooled(net.first(torch.relu(y := net.one(x)))) + pooled(net.second(torch.tanh(y)))
+        ),
+        one=conv(4), first=nn.BatchNorm2d(4), second=nn.BatchNorm2d(4), end=nn.Linear(4, 3),
+    ),
+    "one conv used twice": lambda: Graph(
+        lambda net, x: net.end(pooled(net.norm(net.one(torch.tanh(net.one(x))) + net.one(x)[..., 1:, 1:]))),
+        one=conv(3, size=2), norm=nn.BatchNorm2d(3), end=nn.Linear(3, 3),
+    ),
+    "residual sum": lambda: Graph(
+        lambda net, x: net.end(
+            pooled(net.norm(torch.relu(net.two(F.pad(torch.tanh(y := net.one(x)), [1] * 4)) + y)))
+        ),
+        one=conv(4), two=conv(4, 4), norm=nn.BatchNorm2d(4), end=nn.Linear(4, 3),
+    ),
+    "residual sum with the data": lambda: Graph(
+        lambda net, x: net.end(pooled(net.norm(net.one(x) + x))),
+        one=conv(3, padding=1), norm=nn.BatchNorm2d(3), end=nn.Linear(3, 3),
+    ),
+    "concatenation": lambda: Graph(
+        lambda net, x: net.end(
+            pooled(net.norm(torch.cat([torch.tanh(net.two(x)), x[..., 2:, 2:], net.one(x)], 1)))
+        ),
+        one=conv(4), two=conv(2), norm=nn.BatchNorm2d(9), end=nn.Linear(9, 3),
+    ),
+    "channels in another order": lambda: Graph(
+        lambda net, x: net.end(pooled(net.norm(shuffled(net.one(x))))),
+        one=conv(6), norm=nn.BatchNorm2d(6), end=nn.Linear(6, 3),
+    ),
+    "two rows in one channel": lambda: Graph(
+        lambda net, x: net.end(pooled(net.norm(F.glu(net.one(x), 1)))),
+        one=conv(8), norm=nn.BatchNorm2d(4), end=nn.Linear(4, 3),
+    ),
+    "gate": lambda: Graph(
+        gated, one=conv(4), down=nn.Linear(4, 2), up=nn.Linear(2, 4), norm=nn.BatchNorm2d(4),
+        end=nn.Linear(4, 3),
+    ),
+    "no affine bias": lambda: behind(4, conv(4), nn.Tanh(), frozen_bias(nn.BatchNorm2d(4))),
+}  # fmt: skip
+
+
+def frozen_bias(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    norm.bias.requires_grad_(False)
+    return norm
+
+
+class OracleNorm(nn.Module):
+    """Row 0 is normalised with the statistics of the other rows, the public ones."""
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+        known = x[1:]
+        mean, var = known.mean(dims), known.var(dims)  # PyTorch's running variance is the unbiased one
+        constants = known.detach().mean(dims), known.detach().var(dims, correction=0)
+        parts = [
+            (part - m.view(shape)) / (v.view(shape) + self.eps).sqrt()
+            for part, (m, v) in ((x[:1], (mean, var)), (known.detach(), constants))
+        ]
+        return torch.cat(parts) * self.weight.view(shape) + self.bias.view(shape)
+
+
+class OracleNoise(nn.Module):
+    """The masks that the public forward and the private one draw."""
+
+    def __init__(self, sample: int, samples: int) -> None:
+        super().__init__()
+        self.sample, self.samples = sample, samples
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(11)
+        own = F.dropout(torch.ones(self.samples, *x.shape[1:], dtype=x.dtype), 0.4)[self.sample]
+        torch.manual_seed(SEED)
+        return x * torch.cat([own[None], F.dropout(torch.ones_like(x[1:]), 0.4)])
+
+
+def oracle(
+    model: nn.Module, x: Tensor, y: Tensor, known: Tensor, left_out: tuple[str, ...] = ()
+) -> Iterator[dict[str, Tensor]]:
+    """Each sample's gradient by plain autograd; public activations have no past where a layer begins."""
+
+    def detached(_: nn.Module, args: tuple[Tensor]) -> Tensor:
+        return torch.cat([args[0][:1], args[0][1:].detach()])
+
+    def forgotten(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return torch.cat([output[:1], output[1:].detach()])
+
+    for i in range(len(x)):
+        plain = copy.deepcopy(model)
+        for name, layer in list(plain.named_modules()):
+            parent = plain.get_submodule(name.rpartition(".")[0])
+            if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
+                setattr(parent, name.rpartition(".")[2], OracleNorm(layer))
+            elif isinstance(layer, Noise):
+                setattr(parent, name.rpartition(".")[2], OracleNoise(i, len(x)))
+            elif isinstance(layer, ROWS):
+                layer.register_forward_pre_hook(detached)
+            if name in left_out:
+                layer.register_forward_hook(forgotten)
+        F.cross_entropy(plain(torch.cat([x[i : i + 1], known]))[:1], y[i : i + 1]).backward()
+        yield {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+
+
+def data(n: int, seed: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, 5, 5, generator=generator, dtype=torch.float64) * 2 + 0.3
+    return TensorDataset(x.to(dtype), torch.randint(0, 3, (n,), generator=generator))
+
+
+def public() -> DataLoader[Any]:
+    return DataLoader(data(60, 99), batch_size=20)
+
+
+def prepared(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    model = CONSTRUCTS[name]().to(dtype)
+    for layer in model.modules():
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.uniform_(layer.bias, -0.5, 0.5)
+    return model
+
+
+def private(model: nn.Module, dtype: torch.dtype = torch.float64, **kwargs: Any) -> tuple[Any, ...]:
+    config = PublicStatistics(loader=public(), differentiate=True, seed=SEED)
+    return make_private(model, data(40, 1, dtype), clipping="flat", batch_norm=config, **kwargs)
+
+
+def check_gradients(
+    model: nn.Module, plain: nn.Module, module: Any, known: Tensor, left_out: tuple[str, ...] = ()
+) -> None:
+    """``plain`` is a copy of ``model`` from before it was made private."""
+    dtype = next(model.parameters()).dtype
+    plain.load_state_dict(dict(model.named_parameters()), strict=False)
+    x, y = data(4, 5, dtype).tensors
+    torch.manual_seed(11)
+    F.cross_entropy(module(x), y).backward()
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+    for i, expected in enumerate(oracle(plain, x, y, known.to(dtype), left_out)):
+        for name, gradient in expected.items():
+            found: Any = model.get_parameter(name)
+            assert torch.allclose(found.grad_sample[i], gradient, rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_gradients_through_statistics_are_autograds_for_every_construct(name: str) -> None:
+    model = prepared(name)
+    plain = copy.deepcopy(model)
+    _, module, *_ = private(model)
+    check_gradients(model, plain, module, next(iter(public()))[0])
