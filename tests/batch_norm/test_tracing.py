@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.batch_norm import BACKWARD_HOOK_REMARK, make_private
+from hypothesis import given
+from hypothesis import strategies as st
+from support.batch_norm import BACKWARD_HOOK_REMARK, batches, make_private
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.batch_norm.tracing import _marks, fed_channels
 
 pytestmark = [
     pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK),
@@ -44,13 +47,10 @@ class Noise(nn.Module):
         return F.dropout(x, 0.4, training=True)
 
 
-def behind(norm: int, *layers: nn.Module, between: int = 0) -> nn.Sequential:
-    """``layers``, then a convolution and its BatchNorm, so that the statistics of two layers are followed."""
-    return nn.Sequential(*layers, nn.Conv2d(norm, 3, 2), nn.BatchNorm2d(3), *head(3))
-
-
-def head(channels: int) -> list[nn.Module]:
-    return [nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 3)]
+def behind(channels: int, *layers: nn.Module) -> nn.Sequential:
+    """``layers``, then a convolution and its BatchNorm, whose statistics depend on the former too."""
+    head = [nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)]
+    return nn.Sequential(*layers, nn.Conv2d(channels, 3, 2), nn.BatchNorm2d(3), *head)
 
 
 def conv(rows: int, inputs: int = 3, size: int = 3, **kwargs: Any) -> nn.Conv2d:
@@ -74,6 +74,11 @@ def gated(net: Any, x: Tensor) -> Tensor:
 
 def norm1d(**layers: nn.Module) -> Graph:
     return Graph(lambda net, x: net.end(torch.tanh(net.norm(net.act(net.one(x.flatten(1)))))), **layers)
+
+
+def frozen_bias(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    norm.bias.requires_grad_(False)
+    return norm
 
 
 CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
@@ -142,10 +147,48 @@ CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
     "no affine bias": lambda: behind(4, conv(4), nn.Tanh(), frozen_bias(nn.BatchNorm2d(4))),
 }  # fmt: skip
 
-
-def frozen_bias(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
-    norm.bias.requires_grad_(False)
-    return norm
+# What mixes channels on the way from a layer to BatchNorm, and the layers that are left out therefore.
+MIXED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "softmax over channels": (
+        lambda: behind(4, conv(4), nn.Softmax(1), nn.BatchNorm2d(4)), ("0",)
+    ),
+    "a sum with the next channel": (
+        lambda: Graph(
+            lambda net, x: net.end(pooled(net.norm(torch.relu((y := net.one(x)) + y.roll(1, 1))))),
+            one=conv(4), norm=nn.BatchNorm2d(4), end=nn.Linear(4, 3),
+        ), ("one",)
+    ),
+    "every channel twice": (
+        lambda: Graph(
+            lambda net, x: net.end(pooled(net.norm(net.one(x).repeat_interleave(2, 1)))),
+            one=conv(4), norm=nn.BatchNorm2d(8), end=nn.Linear(8, 3),
+        ), ("one",)
+    ),
+    "positive and negative part": (
+        lambda: Graph(
+            lambda net, x: net.end(pooled(net.norm(torch.relu(torch.cat([y := net.one(x), -y], 1))))),
+            one=conv(4), norm=nn.BatchNorm2d(8), end=nn.Linear(8, 3),
+        ), ("one",)
+    ),
+    "positions as channels": (
+        lambda: Graph(
+            lambda net, x: net.end(net.norm(net.one(x).flatten(1))),
+            one=conv(2, size=4), norm=nn.BatchNorm1d(8), end=nn.Linear(8, 3),
+        ), ("one",)
+    ),
+    "one of two layers": (
+        lambda: Graph(
+            lambda net, x: net.end(pooled(net.norm(net.one(x) + net.two(x).softmax(1)))),
+            one=conv(4), two=conv(4), norm=nn.BatchNorm2d(4), end=nn.Linear(4, 3),
+        ), ("two",)
+    ),
+    "features that are not channels": (
+        lambda: Graph(
+            lambda net, x: net.end(net.norm(net.one(x.flatten(2))).mean(2)),
+            one=nn.Linear(25, 3), norm=nn.BatchNorm1d(3), end=nn.Linear(3, 3),
+        ), ("one",)
+    ),
+}  # fmt: skip
 
 
 class OracleNorm(nn.Module):
@@ -219,9 +262,9 @@ def public() -> DataLoader[Any]:
     return DataLoader(data(60, 99), batch_size=20)
 
 
-def prepared(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def prepared(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    model = CONSTRUCTS[name]().to(dtype)
+    model = make().to(dtype)
     for layer in model.modules():
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
             nn.init.uniform_(layer.weight, 0.5, 1.5)
@@ -250,9 +293,122 @@ def check_gradients(
             assert torch.allclose(found.grad_sample[i], gradient, rtol=tolerance, atol=tolerance), name
 
 
+def first_public() -> Tensor:
+    known: Tensor = next(iter(public()))[0]
+    return known
+
+
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_gradients_through_statistics_are_autograds_for_every_construct(name: str) -> None:
-    model = prepared(name)
+    model = prepared(CONSTRUCTS[name])
     plain = copy.deepcopy(model)
     _, module, *_ = private(model)
-    check_gradients(model, plain, module, next(iter(public()))[0])
+    check_gradients(model, plain, module, first_public())
+
+
+@pytest.mark.parametrize("name", ["conv, relu, norm", "concatenation"])
+def test_they_are_in_single_precision_too(name: str) -> None:
+    model = prepared(CONSTRUCTS[name], torch.float32)
+    plain = copy.deepcopy(model)
+    _, module, *_ = private(model, torch.float32)
+    check_gradients(model, plain, module, first_public())
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_layer_that_moves_several_channels_at_once_is_left_out(name: str) -> None:
+    make, left_out = MIXED[name]
+    model = prepared(make)
+    plain = copy.deepcopy(model)
+    _, module, *_ = private(model)
+    check_gradients(model, plain, module, first_public(), left_out)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_derivatives_are_those_of_the_statistics_in_use(every: int) -> None:
+    """Neither older nor newer: at the weights and of the public batch of the last refresh."""
+    model = prepared(CONSTRUCTS["conv, relu, norm"])
+    _, module, optimizer, criterion, loader = private(model, batch_norm_refresh=every)
+    at = copy.deepcopy({name: p.detach() for name, p in model.named_parameters()})
+    for number, (x, y) in enumerate(batches(loader, 3), start=1):
+        criterion(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % every == 0:
+            at = copy.deepcopy({name: p.detach() for name, p in model.named_parameters()})
+    known = [x for x, _ in public()][(3 // every) % 3]
+    config = PublicStatistics(loader=DataLoader(TensorDataset(known), batch_size=20), differentiate=True)
+    again = prepared(CONSTRUCTS["conv, relu, norm"])
+    again.load_state_dict(at, strict=False)
+    make_private(again, data(40, 1), clipping="flat", batch_norm=config)
+    layers: Any = [net[2] for net in (model, again)]
+    (used,), (expected,) = (layer.upstream for layer in layers)
+    assert torch.equal(layers[0].constant_mean, layers[1].constant_mean)
+    for name, value in expected.tensors().items():
+        assert torch.allclose(used.tensors()[name], value, rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.parametrize("name", ["conv, relu, norm", "two norms behind one conv", "concatenation"])
+def test_the_term_through_the_statistics_is_inside_the_clip(name: str) -> None:
+    """What a step sums up are the oracle's gradients, each clipped as a whole."""
+    model = prepared(CONSTRUCTS[name])
+    plain = copy.deepcopy(model)
+    _, module, optimizer, *_ = private(model, max_grad_norm=0.3)
+    x, y = data(4, 5).tensors
+    F.cross_entropy(module(x), y).backward()
+    optimizer.clip_and_accumulate()
+    expected = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+    for gradient in oracle(plain, x, y, first_public()):
+        norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
+        assert norm > 0.3
+        for key, g in gradient.items():
+            expected[key] += g * 0.3 / norm
+    for key, p in model.named_parameters():
+        assert torch.allclose(p.summed_grad, expected[key], rtol=1e-5, atol=1e-7), key
+
+
+@pytest.mark.parametrize("name", ["conv, relu, norm", "residual sum", "concatenation"])
+def test_a_replaced_sample_moves_no_other_gradient(name: str) -> None:
+    rows = []
+    for replaced in (False, True):
+        model = prepared(CONSTRUCTS[name])
+        _, module, *_ = private(model)
+        x, y = data(5, 5).tensors
+        if replaced:
+            x = torch.cat([x[:3], 1e4 * x[3:4], x[4:]])
+        F.cross_entropy(module(x), y).backward()
+        rows.append(torch.cat([p.grad_sample.flatten(1) for p in model.parameters()], 1))
+    others = [0, 1, 2, 4]
+    assert torch.equal(rows[0][others], rows[1][others])
+    assert not torch.allclose(rows[0][3], rows[1][3])
+
+
+def test_a_model_moved_to_another_precision_takes_the_derivatives_along() -> None:
+    model = prepared(CONSTRUCTS["concatenation"])
+    _, module, *_ = private(model)
+    module.to(torch.float32)
+    assert [entry.layer for entry in model.norm.upstream] == [model.two, model.one]
+    for entry in model.norm.upstream:
+        assert {t.dtype for t in entry.tensors().values()} == {torch.float32, torch.int64}
+
+
+@given(st.data())
+def test_marks_tell_the_channel_of_every_row(draw: st.DataObject) -> None:
+    channels = draw.draw(st.integers(1, 100))
+    fed = draw.draw(st.lists(st.integers(0, channels - 1), min_size=1, max_size=20))
+    dead = draw.draw(st.sets(st.integers(0, len(fed) - 1)))
+    generator = torch.Generator().manual_seed(draw.draw(st.integers(0, 1000)))
+    marks = _marks(channels).float()
+    plain = torch.randn(len(fed), 7, generator=generator) * 10 ** draw.draw(st.integers(-12, 6))
+    plain[list(dead)] = 0.0
+    found = fed_channels(plain, plain * marks[fed, None], marks)
+    assert found is not None
+    assert all(int(found[k]) == c for k, c in enumerate(fed) if k not in dead)
+    if channels > 1:
+        other = plain.clone()
+        row = draw.draw(st.integers(0, len(fed) - 1))
+        size = max(float(plain[row].abs().max()), 1e-12)
+        other[row, 3] += size  # this entry moves a second channel
+        second = marks[(fed[row] + 1) % channels]
+        weighted = plain * marks[fed, None]
+        weighted[row, 3] += size * second
+        assert row in dead or fed_channels(other, weighted, marks) is None
