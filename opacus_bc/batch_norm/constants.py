@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from opacus_bc.batch_norm.estimating import collect
-from opacus_bc.batch_norm.gradients import ROW_LAYERS, upstream
-from opacus_bc.batch_norm.layers import ConstantStatistics, PolicyLayer
+from opacus_bc.batch_norm.layers import ConstantStatistics
 from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper
+from opacus_bc.batch_norm.tracing import tracing
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
 from opacus_bc.public.running import untouched_buffers
-
-Feeding = dict[nn.Module, tuple[nn.Module, Tensor] | None]
-
-
-@contextmanager
-def feeding_layers(root: nn.Module, layers: Collection[PolicyLayer]) -> Iterator[Feeding]:
-    """While it is open: the layer whose output each of ``layers`` normalises, and that layer's input.
-
-    None where a BatchNorm is used twice, has nothing to train, or something stands in between.
-    """
-    outputs: dict[int, tuple[Tensor, nn.Module, Tensor]] = {}
-    feeding: Feeding = {}
-
-    def produced(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if args and (output.dim() == 2 or not isinstance(module, nn.Linear)):  # channels in dimension 1
-            outputs[id(output)] = output, module, args[0]  # holding the output keeps its id its own
-
-    def consumed(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
-        entry = outputs.get(id(args[0])) if args and trained and layer not in feeding else None
-        feeding[layer] = entry and entry[1:]
-
-    handles = []
-    try:
-        if layers:
-            rows = [module for module in root.modules() if type(module) in ROW_LAYERS]
-            handles += [module.register_forward_hook(produced) for module in rows]
-            handles += [layer.register_forward_pre_hook(consumed) for layer in layers]
-        yield feeding
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class ConstantsKeeper(PublicKeeper):
@@ -58,7 +25,7 @@ class ConstantsKeeper(PublicKeeper):
         self.refresh_every = refresh_every
         self.steps = 0
         self.refreshes = 0
-        self.followed = 0  # BatchNorm layers whose statistics gradients followed at the last refresh
+        self.not_followed: dict[str, str] = {}  # BatchNorm layers at the last refresh, and why
 
     def _for(self, root: nn.Module) -> ConstantsKeeper:
         return ConstantsKeeper(root, self.batches, refresh_every=self.refresh_every)
@@ -68,10 +35,11 @@ class ConstantsKeeper(PublicKeeper):
         super().start()
         with untouched_buffers(self._model()):
             self.refresh_constants()
-        if self.batches.config.differentiate and not self.followed:
+        if self.not_followed:
+            which = "; ".join(f"{name}: {reason}" for name, reason in self.not_followed.items())
             warnings.warn(
-                "differentiate=True changes nothing here: no BatchNorm layer with trainable weights "
-                "normalises the output of a linear or convolution layer directly",
+                f"differentiate=True changes nothing for these BatchNorm layers, whose statistics stay "
+                f"constants ({which})",
                 stacklevel=users_level(),
             )
 
@@ -81,7 +49,7 @@ class ConstantsKeeper(PublicKeeper):
             f"every {_ordinal(self.refresh_every)}step in training), so every sample's gradient is its own"
         )
         if self.batches.config.differentiate:
-            text += "; it also follows these statistics into the layer directly before"
+            text += "; it also follows these statistics into the last layers that feed them by channel"
         return text
 
     def state_dict(self) -> State:
@@ -111,17 +79,20 @@ class ConstantsKeeper(PublicKeeper):
         """Take the next public batch's statistics at the current weights."""
         if self._root() is None:
             return
-        layers = self.layers().values()
+        layers = self.layers()
         batch, config = self.batches[self.refreshes], self.batches.config
-        with self.running() as root, feeding_layers(root, layers if config.differentiate else ()) as feeding:
-            collected = collect(root, layers, [batch], seed=config.seed)
-        for layer, pairs in collected.items():
+        norms: dict[nn.Module, str] = {
+            m: name for name, m in layers.items() if issubclass(m.plain_type, _BatchNorm)
+        }
+        follow = config.differentiate
+        with self.running() as root, tracing(root, norms if follow else ()) as trace:
+            seen = collect(root, layers.values(), [batch], seed=config.seed, differentiable=follow)
+        for layer, pairs in seen.items():
             if pairs and isinstance(layer, ConstantStatistics):
                 averages = (torch.stack(each).mean(0) for each in zip(*pairs, strict=True))
                 layer.constant_mean, layer.constant_var = pairs[0] if len(pairs) == 1 else averages
-                before = feeding.get(layer)
-                layer.upstream = None if before is None else upstream(*before)
-        self.followed = sum(entry is not None for entry in feeding.values())
+                layer.upstream = trace.found.get(layer, ())
+        self.not_followed = {norms[layer]: reason for layer, reason in trace.reasons.items()}
         self.refreshes += 1
 
 

@@ -69,18 +69,24 @@ class ModelKeeper(Keeper):
 
 
 def collect(
-    root: nn.Module, layers: Iterable[PolicyLayer], batches: Iterable[object], *, seed: int
+    root: nn.Module,
+    layers: Iterable[PolicyLayer],
+    batches: Iterable[object],
+    *,
+    seed: int,
+    differentiable: bool = False,
 ) -> dict[PolicyLayer, Collected]:
     """Mean and variance of every layer's input, once for each time that a batch reaches it.
 
     Each layer normalises with the batch's own statistics, as in training; all other modules are in evaluation
-    mode. Modes, gradients and random streams are left as they were; hooks of the user run.
+    mode. Modes, gradients and random streams are left as they were; hooks of the user run. The forward has an
+    autograd graph if ``differentiable``.
     """
     found: dict[PolicyLayer, Collected] = {layer: [] for layer in layers}
     try:
         for layer, pairs in found.items():
             layer.collecting = pairs
-        with evaluation_mode(root), torch.no_grad(), isolated_randomness(seed):
+        with evaluation_mode(root), torch.set_grad_enabled(differentiable), isolated_randomness(seed):
             for batch in batches:
                 forward(root, batch)
         return found

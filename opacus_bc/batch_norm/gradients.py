@@ -1,13 +1,14 @@
 """BatchNorm with statistics of a public batch, differentiated: batches by autograd, samples by Opacus.
 
 With y = weight * (x - mean) / std + bias, the direct gradients treat mean and std as constants. They are
-functions of the weights W of the layer before, though, at a public batch that everybody knows; `Upstream`
+functions of the weights W of the layers before, though, at a public batch that everybody knows; `Upstream`
 adds that term, d loss_i/d mean * d mean/dW + d loss_i/d var * d var/dW, to each sample's gradient of W.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,72 +16,109 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-# Channel c of their output depends on row c of their weight alone, groups or not.
-ROW_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Upstream:
-    """The layer whose output a BatchNorm normalises, and how its weight moves the public statistics."""
+    """A layer that feeds a BatchNorm channel by channel, and how it moves the public statistics.
 
-    layer: nn.Module  # one of ROW_LAYERS
-    mean_grad: Tensor  # row c is the gradient of channel c's mean; in the shape of the layer's weight
-    var_grad: Tensor  # likewise for the variance
+    Attributes:
+        layer: A linear or convolution layer; row k of its weight and bias makes row k of its output.
+        weight_mean: Row k is the gradient of the mean of BatchNorm's channel that row k feeds; in the shape
+            of the weight.
+        weight_var: The same for the (unbiased) variance.
+        bias_mean: The same for the mean and the bias; None without a bias.
+        bias_var: The same for the variance and the bias; None without a bias.
+        channels: The channel of BatchNorm that each row feeds; None if row k feeds channel k.
+    """
+
+    layer: nn.Module
+    weight_mean: Tensor
+    weight_var: Tensor
+    bias_mean: Tensor | None = None
+    bias_var: Tensor | None = None
+    channels: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by attribute."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def applied(self, fn: Callable[[Tensor], Tensor]) -> Upstream:
+        """The same with ``fn`` of every tensor."""
+        changed: dict[str, Any] = {name: fn(value) for name, value in self.tensors().items()}
+        return replace(self, **changed)
+
+    def of_rows(self, into: Tensor) -> Tensor:
+        """Values of BatchNorm's channels, (samples, channels), as (samples, rows of the layer)."""
+        return into if self.channels is None else into[:, self.channels]
 
 
-def upstream(layer: Any, inputs: Tensor) -> Upstream:
-    """How the mean and (unbiased) variance of ``layer(inputs)`` depend on its weight, channel by channel."""
-    with torch.enable_grad():
-        weight = layer.weight.detach().requires_grad_()
-        if isinstance(layer, nn.Linear):
-            output = F.linear(inputs.detach(), weight, layer.bias)
-        else:
-            output = layer._conv_forward(inputs.detach(), weight, layer.bias)
-        var, mean = torch.var_mean(output, [d for d in range(output.dim()) if d != 1])
-        (mean_grad,) = torch.autograd.grad(mean.sum(), weight, retain_graph=True)
-        (var_grad,) = torch.autograd.grad(var.sum(), weight)
-    return Upstream(layer, mean_grad, var_grad)
+def into_statistics(layer: Any, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+    """Every sample's gradient of its loss with respect to the constants: d loss_i/d mean and d loss_i/d var.
+
+    Args:
+        layer: A BatchNorm with ``constant_mean`` and ``constant_var``.
+        x: What it normalised.
+        backprops: The gradients of the samples' losses with respect to its output.
+
+    Returns:
+        Two tensors of shape (samples, channels).
+    """
+    inverse = torch.rsqrt(layer.constant_var + layer.eps)
+    weight_grad = weight_gradients(x, backprops, layer.constant_mean, inverse)
+    return _into_statistics(layer, inverse, weight_grad, positions(backprops).sum(2))
+
+
+def _into_statistics(
+    layer: Any, inverse: Tensor, weight_grad: Tensor, bias_grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    scale = inverse if layer.weight is None else inverse * layer.weight.detach()
+    return -scale * bias_grad, -0.5 * scale * inverse * weight_grad
+
+
+def upstream_gradients(entry: Upstream, into_mean: Tensor, into_var: Tensor) -> dict[Tensor, Tensor]:
+    """Every sample's gradient of the layer before that goes through the statistics, by trained parameter.
+
+    **Formal guarantee**: row i of every result is a function of row i of ``into_mean`` and ``into_var`` (what
+    :func:`into_statistics` gives) and of ``entry``, which knows public data and the weights only.
+    """
+    into_mean, into_var = entry.of_rows(into_mean), entry.of_rows(into_var)
+    grads: dict[Tensor, Tensor] = {}
+    for p, mean_grad, var_grad in (
+        (entry.layer.weight, entry.weight_mean, entry.weight_var),
+        (entry.layer.bias, entry.bias_mean, entry.bias_var),
+    ):
+        if isinstance(p, Tensor) and p.requires_grad and mean_grad is not None and var_grad is not None:
+            shape = into_mean.shape + (1,) * (p.dim() - 1)
+            grads[p] = torch.addcmul(into_mean.view(shape) * mean_grad, into_var.view(shape), var_grad)
+    return grads
 
 
 def constant_statistics_grad_sample(
     layer: Any, activations: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """Per-sample gradients of ``weight * (x - mean) / std + bias``: what Opacus asks of a grad sampler."""
-    grads: dict[Tensor, Tensor] = {}
-    weight, bias, before = layer.weight, layer.bias, layer.upstream
-    inverse = torch.rsqrt(layer.constant_var + layer.eps)
-    weight_grad = bias_grad = None
-    if before is not None or (weight is not None and weight.requires_grad):
-        weight_grad = weight_gradients(activations[0], backprops, layer.constant_mean, inverse)
-    if before is not None or (bias is not None and bias.requires_grad):
-        bias_grad = positions(backprops).sum(2)
-    if weight is not None and weight.requires_grad and weight_grad is not None:
-        grads[weight] = weight_grad
-    if bias is not None and bias.requires_grad and bias_grad is not None:
-        grads[bias] = bias_grad
-    if before is not None and weight_grad is not None and bias_grad is not None:
-        scale = inverse if weight is None else inverse * weight.detach()
-        into_mean, into_var = -scale * bias_grad, -0.5 * scale * inverse * weight_grad
-        grads.update(_upstream_grads(before, into_mean, into_var))
-    return grads
-
-
-def _upstream_grads(before: Upstream, into_mean: Tensor, into_var: Tensor) -> dict[Tensor, Tensor]:
-    """Every sample's gradient of the layer before that goes through the statistics.
+    """Per-sample gradients of ``weight * (x - mean) / std + bias``: what Opacus asks of a grad sampler.
 
     **Formal guarantee**: nothing outlives the backward. Opacus collects a parameter's rows until the last
     backward of the layer that owns it; rows that came later would wait for the next batch, so there are none.
     """
     grads: dict[Tensor, Tensor] = {}
-    weight, bias = before.layer.weight, before.layer.bias
-    assert isinstance(weight, Tensor)
-    if weight.requires_grad and _awaits_backward(weight):
-        shape = into_mean.shape + (1,) * (weight.dim() - 1)
-        grads[weight] = torch.addcmul(
-            into_mean.view(shape) * before.mean_grad, into_var.view(shape), before.var_grad
-        )
-    if isinstance(bias, Tensor) and bias.requires_grad and _awaits_backward(bias):
-        grads[bias] = into_mean  # moves the mean one to one and the variance not at all
+    weight, bias, before = layer.weight, layer.bias, layer.upstream
+    inverse = torch.rsqrt(layer.constant_var + layer.eps)
+    weight_grad = bias_grad = None
+    if before or (weight is not None and weight.requires_grad):
+        weight_grad = weight_gradients(activations[0], backprops, layer.constant_mean, inverse)
+    if before or (bias is not None and bias.requires_grad):
+        bias_grad = positions(backprops).sum(2)
+    if weight is not None and weight.requires_grad and weight_grad is not None:
+        grads[weight] = weight_grad
+    if bias is not None and bias.requires_grad and bias_grad is not None:
+        grads[bias] = bias_grad
+    if before and weight_grad is not None and bias_grad is not None:
+        into = _into_statistics(layer, inverse, weight_grad, bias_grad)
+        for entry in before:
+            for p, rows in upstream_gradients(entry, *into).items():
+                if _awaits_backward(p):
+                    grads[p] = grads[p] + rows if p in grads else rows
     return grads
 
 

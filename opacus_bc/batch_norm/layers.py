@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar, SupportsIndex, cast
 
 import torch
@@ -163,7 +164,7 @@ class ConstantStatistics(PolicyLayer):
 
     constant_mean: Tensor
     constant_var: Tensor
-    upstream: Upstream | None = None
+    upstream: tuple[Upstream, ...] = ()
 
     def install(self) -> None:
         if self.running_mean is None or self.running_var is None:
@@ -205,11 +206,10 @@ class ConstantStatistics(PolicyLayer):
 
     def constants(self, paths: Mapping[nn.Module, str]) -> State:
         """The training constants, for a checkpoint; ``paths`` names the model's modules."""
-        before = self.upstream
         return {
             "mean": self.constant_mean.clone(),
             "var": self.constant_var.clone(),
-            "upstream": None if before is None else (paths[before.layer], before.mean_grad, before.var_grad),
+            "upstream": [(paths[entry.layer], entry.tensors()) for entry in self.upstream],
         }
 
     def load_constants(self, held: State, modules: Mapping[str, nn.Module]) -> None:
@@ -217,10 +217,8 @@ class ConstantStatistics(PolicyLayer):
         device = self.constant_mean.device
         self.constant_mean = held["mean"].to(device=device, copy=True)
         self.constant_var = held["var"].to(device=device, copy=True)
-        self.upstream = None
-        if held["upstream"] is not None:
-            path, *grads = held["upstream"]
-            self.upstream = Upstream(modules[path], *(grad.to(device=device, copy=True) for grad in grads))
+        entries = (Upstream(layer=modules[path], **tensors) for path, tensors in held["upstream"])
+        self.upstream = tuple(entry.applied(partial(_copied, device=device)) for entry in entries)
 
     @contextmanager
     def with_buffers(self) -> Iterator[None]:
@@ -235,6 +233,7 @@ class ConstantStatistics(PolicyLayer):
         with self.with_buffers():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's has no types
         self.constant_mean, self.constant_var = fn(self.constant_mean), fn(self.constant_var)
+        self.upstream = tuple(entry.applied(fn) for entry in self.upstream)
         return self
 
     def _save_to_state_dict(self, destination: State, prefix: str, keep_vars: bool) -> None:
@@ -246,6 +245,10 @@ class ConstantStatistics(PolicyLayer):
     def _load_from_state_dict(self, *args: object) -> None:
         with self.with_buffers():
             super()._load_from_state_dict(*args)
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    return value.to(device=device, copy=True)
 
 
 def _move_statistics(source: State, target: State) -> None:

@@ -222,13 +222,13 @@ def statistics_of_the_private_batch(patch: Patch) -> None:
 
 def one_gradient_through_the_statistics_for_all(patch: Patch) -> None:
     """What goes through the statistics is computed once a batch and given to every sample."""
-    rows = norm_gradients._upstream_grads
+    rows = norm_gradients.upstream_gradients
 
     def shared(before: Any, into_mean: Any, into_var: Any) -> Any:
         means = (into.mean(0, keepdim=True).expand_as(into) for into in (into_mean, into_var))
         return rows(before, *means)
 
-    patch.setattr(norm_gradients, "_upstream_grads", shared)
+    patch.setattr(norm_gradients, "upstream_gradients", shared)
 
 
 def individual_buffers_released(patch: Patch) -> None:

@@ -55,13 +55,12 @@ def configuration(**kwargs: Any) -> PublicStatistics:
 
 
 def oracle_gradient(model: nn.Sequential, x: Tensor, y: Tensor, known: Tensor) -> dict[str, Tensor]:
-    """One sample's gradient by plain autograd; statistics depend on the layer directly before them."""
+    """One sample's gradient by plain autograd; statistics depend on the last layer with rows before them."""
     plain = copy.deepcopy(model)
-    before: nn.Module | None = None
     for layer in plain:
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
             shape = [-1 if d == 1 else 1 for d in range(known.dim())]
-            seen = known if isinstance(before, ROWS) and layer.affine else known.detach()
+            seen = known if layer.affine else known.detach()
             var, mean = torch.var_mean(seen, [d for d in range(known.dim()) if d != 1])
             biased = torch.var(known.detach(), [d for d in range(known.dim()) if d != 1], correction=0)
             gain = 1.0 if layer.weight is None else layer.weight.view(shape)
@@ -69,8 +68,7 @@ def oracle_gradient(model: nn.Sequential, x: Tensor, y: Tensor, known: Tensor) -
             x = (x - mean.view(shape)) * torch.rsqrt(var + layer.eps).view(shape) * gain + shift
             known = (known - mean.view(shape)) * torch.rsqrt(biased + layer.eps).view(shape) * gain + shift
         else:
-            x, known = layer(x), layer(known.detach())
-        before = layer
+            x, known = layer(x), layer(known.detach() if isinstance(layer, ROWS) else known)
     nn.functional.cross_entropy(x, y).backward()
     return {name: p.grad for name, p in plain.named_parameters()}
 
@@ -170,7 +168,36 @@ class OtherOrderInTraining(nn.Module):
         return self.last(self.first(self.norm(x)) if self.training else self.norm(self.first(x)))
 
 
-@pytest.mark.parametrize("kind", [StoppedFeatures, OtherOrderInTraining])
+class SeveralOtherOrder(nn.Module):
+    """Two BatchNorms behind an activation and a layer that is used twice; in training they come before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm, self.other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.last(self.first(torch.tanh(self.first(self.norm(x) + self.other(x)))))
+        y = torch.tanh(self.first(x))
+        return self.last(self.norm(y + self.first(x)) + self.other(y))
+
+
+class EarlierUseInTraining(nn.Module):
+    """In training BatchNorm stands between two uses of the layer: only one of them is still to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.norm(torch.relu(self.first(x))))
+        return self.last(self.first(y) if self.training else y)
+
+
+@pytest.mark.parametrize(
+    "kind", [StoppedFeatures, OtherOrderInTraining, SeveralOtherOrder, EarlierUseInTraining]
+)
 @pytest.mark.parametrize("alc", [False, True])
 def test_no_gradient_through_statistics_waits_for_the_next_batch(kind: type[nn.Module], alc: bool) -> None:
     """A sample of the first batch moves the first clipped sum and not the second."""
@@ -208,7 +235,7 @@ def test_a_linear_layer_over_sequences_is_not_followed() -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(9, 2))
     config = PublicStatistics(loader=DataLoader(data[1], batch_size=16), differentiate=True)
     make_private(model, data[0], clipping="flat", batch_norm=config)
-    assert model[1].upstream is None
+    assert model[1].upstream == ()
 
 
 def test_a_batch_norm_used_twice_keeps_constant_statistics() -> None:
@@ -219,7 +246,7 @@ def test_a_batch_norm_used_twice_keeps_constant_statistics() -> None:
     model = Reused()
     make_private(model, data, clipping="flat", batch_norm=config)
     assert isinstance(model.norm, ConstantStatistics)
-    assert model.norm.upstream is None
+    assert model.norm.upstream == ()
 
 
 def test_copies_pickles_and_finalized_models_carry_no_gradient_of_statistics() -> None:
@@ -227,9 +254,9 @@ def test_copies_pickles_and_finalized_models_carry_no_gradient_of_statistics() -
     eng, module, optimizer, criterion, loader = make_private(
         model, clipping="flat", batch_norm=configuration()
     )
-    assert model[1].upstream is not None
-    assert copy.deepcopy(model)[1].upstream is None
-    assert pickle.loads(pickle.dumps(model))[1].upstream is None
+    assert [entry.layer for entry in model[1].upstream] == [model[0]]
+    assert copy.deepcopy(model)[1].upstream == ()
+    assert pickle.loads(pickle.dumps(model))[1].upstream == ()
     for x, y in batches(loader, 2):
         criterion(module(x), y).backward()
         optimizer.step()
@@ -259,8 +286,56 @@ def test_differentiate_is_a_truth_value() -> None:
         PublicStatistics(loader=public(), differentiate="yes")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_who_asks_for_gradients_that_cannot_flow_is_told(name: str, recwarn: pytest.WarningsRecorder) -> None:
+class Refused(nn.Module):
+    """No statistics of these can be followed, each for a reason of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data, self.mixed, self.fixed = (
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4, affine=False),
+        )
+        self.twice, self.behind, self.good = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.one, self.two, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fixed(self.one(self.mixed(self.one(self.data(x)).softmax(1))))
+        x = self.behind(self.act(self.two(self.twice(self.twice(x)))))
+        return self.good(torch.relu(self.two(x)))
+
+
+def test_who_asks_for_gradients_that_cannot_flow_is_told_at_which_layer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data, other = (TensorDataset(torch.randn(32, 4, generator=generator), torch.arange(32) % 2) for _ in "ab")
+    config = PublicStatistics(loader=DataLoader(other, batch_size=16), differentiate=True)
+    with pytest.warns(UserWarning, match=NOTHING_TO_FOLLOW) as told:
+        make_private(Refused(), data, clipping="flat", batch_norm=config)
+    (message,) = [str(w.message) for w in told if NOTHING_TO_FOLLOW in str(w.message)]
+    unfed = "no linear or convolution layer feeds it channel by channel"
+    reasons = {"data": unfed, "mixed": unfed, "behind": unfed, "twice": "it is used more than once"}
+    for name, reason in {**reasons, "fixed": "it has nothing to train"}.items():
+        assert f"{name}: {reason}" in message
+    assert "good" not in message
+
+
+@pytest.mark.parametrize("name", ["network", "activation between"])
+def test_nobody_is_told_where_all_statistics_are_followed(
+    name: str, recwarn: pytest.WarningsRecorder
+) -> None:
     make_private(NETWORKS[name](), clipping="flat", batch_norm=configuration())
-    told = any(NOTHING_TO_FOLLOW in str(warning.message) for warning in recwarn)
-    assert told == (name == "activation between")
+    assert not any(NOTHING_TO_FOLLOW in str(warning.message) for warning in recwarn)
+
+
+def test_a_checkpoint_keeps_the_derivatives_of_the_statistics() -> None:
+    models = [activation_between(), activation_between()]
+    keepers = []
+    for model in models:
+        make_private(model, clipping="flat", batch_norm=configuration())
+        keepers.append(model[2].keeper)
+    assert not torch.equal(models[0][2].upstream[0].weight_var, models[1][2].upstream[0].weight_var)
+    keepers[1].load_state_dict(keepers[0].state_dict())
+    (saved,), (loaded,) = (model[2].upstream for model in models)
+    assert loaded.layer is models[1][0]
+    assert saved.tensors().keys() == loaded.tensors().keys() >= {"bias_mean", "bias_var"}
+    assert all(torch.equal(value, saved.tensors()[name]) for name, value in loaded.tensors().items())

@@ -19,7 +19,7 @@ import torch
 from opacus_bc.mechanism.fingerprint import fingerprint
 
 KEY = "opacus_bc"
-FORMAT = 4
+FORMAT = 5
 
 
 class CheckpointError(ValueError):
