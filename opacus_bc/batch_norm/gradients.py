@@ -65,12 +65,13 @@ def into_statistics(layer: Any, x: Tensor, backprops: Tensor) -> tuple[Tensor, T
     """
     inverse = torch.rsqrt(layer.constant_var + layer.eps)
     weight_grad = weight_gradients(x, backprops, layer.constant_mean, inverse)
-    return _into_statistics(layer, inverse, weight_grad, positions(backprops).sum(2))
+    return statistics_gradients(layer, inverse, weight_grad, positions(backprops).sum(2))
 
 
-def _into_statistics(
+def statistics_gradients(
     layer: Any, inverse: Tensor, weight_grad: Tensor, bias_grad: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """:func:`into_statistics` from the samples' gradients of scale and shift; ``inverse`` is 1 / std."""
     scale = inverse if layer.weight is None else inverse * layer.weight.detach()
     return -scale * bias_grad, -0.5 * scale * inverse * weight_grad
 
@@ -114,7 +115,7 @@ def constant_statistics_grad_sample(
     if bias is not None and bias.requires_grad and bias_grad is not None:
         grads[bias] = bias_grad
     if before and weight_grad is not None and bias_grad is not None:
-        into = _into_statistics(layer, inverse, weight_grad, bias_grad)
+        into = statistics_gradients(layer, inverse, weight_grad, bias_grad)
         for entry in before:
             for p, rows in upstream_gradients(entry, *into).items():
                 if _awaits_backward(p):

@@ -67,7 +67,7 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
         norms = [nothing if entry is None else entry.norms() for entry in entries]
         coefficients, finite = coefficients_of_norms(norms, draw.blocks, scale=scale)
         if not bool(finite.all()):  # zero times infinity is not zero
-            entries = [entry and entry.without(finite) for entry in entries]
+            entries = [entry and entry.only(finite) for entry in entries]
             coefficients = [c[finite] for c in coefficients]
         sums = []
         for p in draw.params:

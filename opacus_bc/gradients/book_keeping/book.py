@@ -11,7 +11,15 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opacus_bc.draws.ledger import Delivery, DrawLedger
-from opacus_bc.gradients.book_keeping.products import Entry, Rows
+from opacus_bc.gradients.book_keeping.products import (
+    ConvolutionProduct,
+    Entry,
+    LinearProduct,
+    Rows,
+    Term,
+    WithTerms,
+    with_terms,
+)
 
 Note = Callable[..., None]
 
@@ -51,6 +59,7 @@ class Book:
         self._delivery: Delivery | None = None
         self._wanted: set[int] = set()
         self._entries: dict[int, Entry] = {}
+        self._terms: dict[int, tuple[Term, ...]] = {}
         self._twins: dict[int, Tensor] = {}
         self._derived: dict[int, Tensor] = {}
         self._samples = WeakTensorKeyDictionary()
@@ -76,7 +85,7 @@ class Book:
     def forget(self) -> None:
         """Drop everything that was computed from the batch."""
         self._delivery = None
-        self._entries, self._twins, self._derived = {}, {}, {}
+        self._entries, self._terms, self._twins, self._derived = {}, {}, {}, {}
         self._samples = WeakTensorKeyDictionary()
 
     # -- which tensor is what -------------------------------------------------------------------------------
@@ -170,6 +179,10 @@ class Book:
         before = self._entries.get(id(parameter))
         self._entries[id(parameter)] = entry if before is None else Rows(before.rows() + entry.rows())
 
+    def add_term(self, parameter: Tensor, factors: Tensor, direction: Tensor) -> None:
+        """Write down what the samples add to a parameter's gradient through public statistics."""
+        self._terms[id(parameter)] = (*self._terms.get(id(parameter), ()), Term(factors, direction))
+
     # -- reading --------------------------------------------------------------------------------------------
 
     def read(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Entry]:
@@ -189,12 +202,20 @@ class Book:
                 "or use grad_sample_mode='hooks'"
             )
         self._pull_back()
-        found = {p: self._entries[id(p)] for p in parameters if id(p) in self._entries}
+        found = {p: self._with_terms(id(p)) for p in parameters if id(p) in self._entries}
         if not found:
             raise BookKeepingError(
                 "optimizer.step() found no gradient: call loss.backward() on this batch first"
             )
         return found
+
+    def _with_terms(self, key: int) -> Entry:
+        entry, terms = self._entries[key], self._terms.get(key, ())
+        if not terms:
+            return entry
+        if isinstance(entry, (LinearProduct, ConvolutionProduct)):
+            return WithTerms(entry, terms)
+        return Rows(with_terms(entry.rows(), terms))
 
     def _pull_back(self) -> None:
         """Turn entries of functions of parameters into entries of the parameters, by the chain rule."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opacus_bc.gradients.book_keeping.grams import gram, gram_norms
+from opacus_bc.gradients.book_keeping.grams import gram, gram_squares
 
 _PIECE = 2**19  # floats of a temporary: larger ones cost more in fresh pages than they save
 _WIDE = 32  # input channels of a group from which torch's own grouped weight gradient is quick
@@ -48,6 +48,11 @@ class Convolution:
         jumps = [space * s for space, s in zip(spaces, self.stride, strict=True)]
         shape = (*padded.shape[:2], *self.kernel, *out)
         return padded.as_strided(shape, (rows, channels, *steps, *jumps))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The convolution with a weight, without a bias."""
+        function = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
+        return function(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
 
     def weight_gradient(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """The gradient of the batch's weight, as plain SGD computes it."""
@@ -105,16 +110,15 @@ class Convolution:
         b = grad.reshape(batches, weight.shape[0] // self.groups, -1)
         return torch.bmm(b, a.transpose(1, 2)).view(len(x), *weight.shape)
 
-    def squared_norms(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Every sample's squared norm of its weight gradient, and by how much it may be too small."""
+    def squares(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """What :func:`gram_squares` returns, of every sample's weight gradient."""
         positions, pixels = math.prod(grad.shape[2:]), math.prod(self.padded(x[:1]).shape[2:])
-        values, margins = [x.new_zeros(0, dtype=torch.float64)], [x.new_zeros(0, dtype=torch.float64)]
+        found = [(x.new_zeros(0, dtype=torch.float64),) * 2]
         for part in _pieces(len(x), self.groups * max(pixels, positions) ** 2):
             b = gram(grad[part].reshape(-1, grad.shape[1] // self.groups, positions))
-            value, margin = gram_norms(self._window_grams(x[part], grad.shape[2:]), b, rows=len(x[part]))
-            values.append(value)
-            margins.append(margin)
-        return torch.cat(values), torch.cat(margins)
+            found.append(gram_squares(self._window_grams(x[part], grad.shape[2:]), b, rows=len(x[part])))
+        values, lengths = zip(*found, strict=True)
+        return torch.cat(values), torch.cat(lengths)
 
     def _window_grams(self, x: Tensor, out: Sequence[int]) -> Tensor:
         """AᵀA of every sample and group, of shape (rows * groups, T, T)."""

@@ -1,4 +1,4 @@
-"""Gram matrices, and squared norms of products B Aᵀ from them: never too small."""
+"""Gram matrices, squared norms of products B Aᵀ from them, and how far rounding can take these down."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ def gram(columns: Tensor) -> Tensor:
     return torch.bmm(columns.transpose(1, 2), columns)
 
 
-def gram_norms(a: Tensor, b: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
-    """Squared norms of B Aᵀ from AᵀA and BᵀB (a row's groups one after the other), and their margins.
+def gram_squares(a: Tensor, b: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
+    """Squared norms of B Aᵀ from AᵀA and BᵀB, a row's groups one after the other.
 
-    **Formal guarantee**: value + margin is at least the exact squared norm. The terms are signed and may
-    cancel; the margin is ``_UNITS`` roundings of ``(sum_t |a_t| |b_t|)²``, which is at least the sum of their
-    absolute values.
+    Returns:
+        The squares, and the squares of ``sum_t |a_t| |b_t|``: the terms are signed and may cancel, and this
+        is at least the sum of their absolute values.
     """
     values = (a * b).sum((1, 2), dtype=torch.float64)
-    lengths = (_squares(a) * _squares(b)).sqrt().sum(1)
-    margins = _UNITS * torch.finfo(a.dtype).eps * lengths.square()
-    return values.view(rows, -1).sum(1), margins.view(rows, -1).sum(1)
+    lengths = (_diagonal(a) * _diagonal(b)).sqrt().sum(1).square()
+    return values.view(rows, -1).sum(1), lengths.view(rows, -1).sum(1)
 
 
-def _squares(grams: Tensor) -> Tensor:
+def _diagonal(grams: Tensor) -> Tensor:
     return grams.diagonal(dim1=1, dim2=2).double().clamp(min=0.0)
+
+
+def margin(lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """By how much a squared norm may be too small whose terms' absolute values add up to ``lengths``."""
+    return _UNITS * torch.finfo(dtype).eps * lengths

@@ -6,7 +6,6 @@ with given weights, and the gradients themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opacus_bc.gradients.book_keeping.convolution import Convolution
-from opacus_bc.gradients.book_keeping.grams import gram, gram_norms
+from opacus_bc.gradients.book_keeping.grams import gram, gram_squares, margin
 from opacus_bc.mechanism.clipping import row_norms
 
 _TOLERATED = 0.02  # of a squared norm: by how much its upper bound may exceed it
@@ -24,7 +23,7 @@ class Entry(Protocol):
     """All samples' gradients of one parameter."""
 
     def norms(self) -> Tensor:
-        """Every sample's norm in float64, never too small by more than float rounding of a short sum."""
+        """Every sample's norm in float64, within the rounding of :func:`row_norms` or above."""
         ...
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ class Entry(Protocol):
         """Every sample's gradient, one after the other."""
         ...
 
-    def without(self, keep: Tensor) -> Entry:
+    def only(self, keep: Tensor) -> Entry:
         """The samples where ``keep`` is true."""
         ...
 
@@ -59,9 +58,30 @@ class Rows:
         """See :class:`Entry`."""
         return self.values
 
-    def without(self, keep: Tensor) -> Rows:
+    def only(self, keep: Tensor) -> Rows:
         """See :class:`Entry`."""
         return Rows(self.values[keep])
+
+
+class Product(Entry, Protocol):
+    """Gradients of a weight whose rows meet inputs and gradients of outputs, position by position."""
+
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Every sample's squared norm as computed, and the square of the sum of its terms' lengths."""
+        ...
+
+    def along(self, direction: Tensor) -> Tensor:
+        """Inner products with a weight, row by row of the weight: shape (samples, rows of the weight)."""
+        ...
+
+    @property
+    def grads(self) -> Tensor:
+        """Gradients of the outputs."""
+        ...
+
+    def only(self, keep: Tensor) -> Product:
+        """See :class:`Entry`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -72,13 +92,23 @@ class LinearProduct:
     grads: Tensor
     shape: torch.Size  # the weight's
 
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """See :class:`Product`."""
+        if self.inputs.shape[1] == 1:
+            exact = (row_norms(self.inputs) * row_norms(self.grads)).square()
+            return exact, exact
+        a, b = (gram(each.transpose(1, 2)) for each in (self.inputs, self.grads))
+        return gram_squares(a, b, rows=len(self.inputs))
+
     def norms(self) -> Tensor:
         """See :class:`Entry`."""
         if self.inputs.shape[1] == 1:
             return row_norms(self.inputs) * row_norms(self.grads)
-        a, b = (gram(each.transpose(1, 2)) for each in (self.inputs, self.grads))
-        values, margins = gram_norms(a, b, rows=len(self.inputs))
-        return bounded_norms(values, margins, lambda doubtful: self.without(doubtful).rows())
+        return norms_from_above(self, *self.squares())
+
+    def along(self, direction: Tensor) -> Tensor:
+        """See :class:`Product`."""
+        return (self.inputs @ direction.flatten(1).T).mul_(self.grads).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
@@ -89,7 +119,7 @@ class LinearProduct:
         """See :class:`Entry`."""
         return torch.bmm(self.grads.transpose(1, 2), self.inputs).view(-1, *self.shape)
 
-    def without(self, keep: Tensor) -> LinearProduct:
+    def only(self, keep: Tensor) -> LinearProduct:
         """See :class:`Entry`."""
         return LinearProduct(self.inputs[keep], self.grads[keep], self.shape)
 
@@ -103,10 +133,17 @@ class ConvolutionProduct:
     grads: Tensor
     weight: Tensor
 
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """See :class:`Product`."""
+        return self.convolution.squares(self.inputs, self.grads)
+
     def norms(self) -> Tensor:
         """See :class:`Entry`."""
-        values, margins = self.convolution.squared_norms(self.inputs, self.grads)
-        return bounded_norms(values, margins, lambda doubtful: self.without(doubtful).rows())
+        return norms_from_above(self, *self.squares())
+
+    def along(self, direction: Tensor) -> Tensor:
+        """See :class:`Product`."""
+        return self.convolution.forward(self.inputs, direction).mul_(self.grads).flatten(2).sum(2)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
@@ -118,20 +155,106 @@ class ConvolutionProduct:
         """See :class:`Entry`."""
         return self.convolution.sample_gradients(self.inputs, self.grads, self.weight)
 
-    def without(self, keep: Tensor) -> ConvolutionProduct:
+    def only(self, keep: Tensor) -> ConvolutionProduct:
         """See :class:`Entry`."""
         return ConvolutionProduct(self.convolution, self.inputs[keep], self.grads[keep], self.weight)
 
 
-def bounded_norms(values: Tensor, margins: Tensor, rows_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Norms from squared norms and how much too small these may be.
+def norms_from_above(entry: Product | WithTerms, squares: Tensor, lengths: Tensor) -> Tensor:
+    """Norms from squared norms whose terms may cancel.
 
     **Formal guarantee**: no norm is too small, and none is too large by more than a per cent: samples whose
     terms cancel so far that rounding could be more than that are instantiated.
     """
-    above = values.clamp(min=0.0) + margins
+    allowed = margin(lengths, entry.grads.dtype)
+    above = squares.clamp(min=0.0) + allowed
     norms = above.sqrt()
-    doubtful = above.isfinite() & (margins > _TOLERATED * above)
+    doubtful = above.isfinite() & (allowed > _TOLERATED * above)
     if bool(doubtful.any()):
-        norms[doubtful] = row_norms(rows_of(doubtful))
+        norms[doubtful] = row_norms(entry.only(doubtful).rows())
     return norms
+
+
+@dataclass(frozen=True)
+class Term:
+    """What a sample adds to a weight's gradient through public statistics: factors times a public direction.
+
+    Attributes:
+        factors: One for each sample and row of the weight.
+        direction: In the shape of the weight.
+    """
+
+    factors: Tensor
+    direction: Tensor
+
+    def rows(self) -> Tensor:
+        """Every sample's gradient, one after the other."""
+        return self.factors.view(*self.factors.shape, *(1 for _ in self.direction.shape[1:])) * self.direction
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """The sum over samples of weight times gradient."""
+        factors = weights.to(self.factors.dtype) @ self.factors
+        return factors.view(-1, *(1 for _ in self.direction.shape[1:])) * self.direction
+
+    def inner(self, other: Term) -> Tensor:
+        """Every sample's inner product with another term's gradient."""
+        rows = (self.direction.double() * other.direction.double()).flatten(1).sum(1)
+        return (self.factors.double() * other.factors.double()) @ rows
+
+    def only(self, keep: Tensor) -> Term:
+        """The samples where ``keep`` is true."""
+        return Term(self.factors[keep], self.direction)
+
+
+@dataclass(frozen=True)
+class WithTerms:
+    """A product and what the samples add to it through public statistics: norms need no rows.
+
+    ``|own + sum_j f_j J_j|² = |own|² + 2 sum_j <own, f_j J_j> + |sum_j f_j J_j|²``, where ``<own_k, J_jk>``
+    of row k is the layer's own forward with J_j for its weight, times the gradients of its outputs.
+    """
+
+    product: Product
+    terms: tuple[Term, ...]
+
+    @property
+    def grads(self) -> Tensor:
+        """Gradients of the outputs."""
+        return self.product.grads
+
+    def norms(self) -> Tensor:
+        """See :class:`Entry`."""
+        squares, lengths = self.product.squares()
+        squares, longest = squares.clone(), lengths.sqrt()
+        for term in self.terms:
+            squares += 2.0 * (self.product.along(term.direction) * term.factors).sum(1, dtype=torch.float64)
+            squares += sum((term.inner(other) for other in self.terms), torch.zeros_like(squares))
+            longest = longest + term.inner(term).sqrt()
+        return norms_from_above(self, squares, longest.square())
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """See :class:`Entry`."""
+        total = self.product.weighted_sum(weights)
+        for term in self.terms:
+            total = total + term.weighted_sum(weights)
+        return total
+
+    def rows(self) -> Tensor:
+        """See :class:`Entry`."""
+        return with_terms(self.product.rows(), self.terms)
+
+    def only(self, keep: Tensor) -> WithTerms:
+        """See :class:`Entry`."""
+        return WithTerms(self.product.only(keep), tuple(term.only(keep) for term in self.terms))
+
+
+def with_terms(rows: Tensor, terms: tuple[Term, ...]) -> Tensor:
+    """Instantiated gradients and what statistics add to them."""
+    for term in terms:
+        rows = torch.addcmul(rows, *_broadcast(term))
+    return rows
+
+
+def _broadcast(term: Term) -> tuple[Tensor, Tensor]:
+    factors = term.factors.view(*term.factors.shape, *(1 for _ in term.direction.shape[1:]))
+    return factors, term.direction

@@ -16,10 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from opacus_bc.batch_norm.gradients import constant_batch_norm, positions, weight_gradients
+from opacus_bc.batch_norm.gradients import (
+    Upstream,
+    constant_batch_norm,
+    positions,
+    statistics_gradients,
+    weight_gradients,
+)
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.convolution import Convolution
-from opacus_bc.gradients.book_keeping.products import ConvolutionProduct, Entry, LinearProduct, Rows
+from opacus_bc.gradients.book_keeping.products import ConvolutionProduct, Entry, LinearProduct, Product, Rows
 from opacus_bc.mechanism.clipping import accumulation_dtype
 
 Rule = Callable[..., Tensor]
@@ -54,7 +60,7 @@ def _refuse_single(book: Book, input: Tensor, dimensions: int) -> None:
         )
 
 
-def _kept_or_not(product: Entry, entries: int, positions: int, groups: int = 1) -> Entry:
+def _kept_or_not(product: Product, entries: int, positions: int, groups: int = 1) -> Entry:
     """Instantiate now where that is cheaper than Gram matrices; the inputs are then free to go."""
     if positions > 1 and entries <= _KEEP * groups * positions**2:
         return Rows(product.rows())
@@ -214,15 +220,37 @@ def constants(
     """BatchNorm with constants in the place of statistics."""
     output = constant_batch_norm(None, input, book.plain(weight), book.plain(bias), mean, var, eps)
 
-    def note(grad: Tensor, *held: Tensor) -> None:
-        b = _wide(grad)
-        if weight is not None and book.wants(weight):
-            inverse = torch.rsqrt(var + eps)
-            book.add(weight, Rows(weight_gradients(_wide(held[0]), b, mean, inverse)))
-        if bias is not None and book.wants(bias):
-            book.add(bias, Rows(positions(b).sum(2)))
+    upstream: tuple[Upstream, ...] = () if layer is None else layer.upstream
 
-    return book.tap(output, note, *((input,) if book.wants(weight) else ()))
+    def note(grad: Tensor, *held: Tensor) -> None:
+        b, inverse = _wide(grad), torch.rsqrt(var + eps)
+        into_bias, into_weight = positions(b).sum(2), None
+        if held:
+            into_weight = weight_gradients(_wide(held[0]), b, mean, inverse)
+        if weight is not None and book.wants(weight) and into_weight is not None:
+            book.add(weight, Rows(into_weight))
+        if bias is not None and book.wants(bias):
+            book.add(bias, Rows(into_bias))
+        if upstream and into_weight is not None:
+            into = statistics_gradients(layer, inverse, into_weight, into_bias)
+            for entry in upstream:
+                _follow(book, entry, *into)
+
+    return book.tap(output, note, *((input,) if book.wants(weight) or upstream else ()))
+
+
+def _follow(book: Book, entry: Upstream, into_mean: Tensor, into_var: Tensor) -> None:
+    """What samples add to the gradients of a layer that feeds a BatchNorm, through its statistics."""
+    factors = entry.of_rows(into_mean), entry.of_rows(into_var)
+    for parameter, directions in (
+        (entry.layer.weight, (entry.weight_mean, entry.weight_var)),
+        (entry.layer.bias, (entry.bias_mean, entry.bias_var)),
+    ):
+        if not isinstance(parameter, Tensor) or not book.wants(parameter):
+            continue
+        for factor, direction in zip(factors, directions, strict=True):
+            if direction is not None:
+                book.add_term(parameter, factor, direction)
 
 
 def _affine(
