@@ -21,8 +21,8 @@ from opacus_bc.engine.bounds import clip_bounds
 from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
+from opacus_bc.gradients.book_keeping.attached import BookKeeping
 from opacus_bc.gradients.book_keeping.book import Book
-from opacus_bc.gradients.book_keeping.recording import BookKeeping
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.optimizers.book_keeping import BookKeepingOptimizer
 from opacus_bc.parallel.ddp import SummedReduction, check_data_parallel, part_of_batch, ranks_of
@@ -56,7 +56,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
     loader = _loader(request, generator, part)
     names = {p: name for name, p in plain.named_parameters()}
     book = Book(names, partial(_trained, optimizer), loader.ledger)
-    recording = BookKeeping(plain, book)
+    recording = BookKeeping(plain, book, names)
     undo.callback(recording.remove)
     reduction = None
     if wrapper is not None and ranks is not None:

@@ -18,7 +18,7 @@ from opacus_bc.alc.choice import check_alc
 from opacus_bc.alc.config import ALC, as_alc
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan, check_data_loader, individual_plan, make_plan, resolve_sampling
-from opacus_bc.gradients.book_keeping.recording import COMPILED
+from opacus_bc.gradients.book_keeping.attached import COMPILED
 from opacus_bc.gradients.layers import check_layers
 from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of
 from opacus_bc.mechanism.numbers import check_positive

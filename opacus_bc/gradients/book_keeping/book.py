@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opacus_bc.draws.ledger import Delivery, DrawLedger
+from opacus_bc.draws.ledger import Delivery
 from opacus_bc.gradients.book_keeping.products import (
     ConvolutionProduct,
     Entry,
@@ -26,6 +26,14 @@ Note = Callable[..., None]
 
 class BookKeepingError(RuntimeError):
     """A forward or backward whose per-sample gradients cannot be told; raised before anything is released."""
+
+
+class Deliveries(Protocol):
+    """Knows which batch the next step may use: the ledger."""
+
+    def sole(self) -> Delivery | None:
+        """The one delivery that a step may use, or None."""
+        ...
 
 
 class Book:
@@ -48,7 +56,7 @@ class Book:
         self,
         names: Mapping[nn.Parameter, str],
         trained: Callable[[], Iterable[nn.Parameter]],
-        ledger: DrawLedger,
+        ledger: Deliveries,
     ) -> None:
         self.names = {id(p): name for p, name in names.items()}
         self._parameters = list(names)  # keeps the ids their own
@@ -185,8 +193,14 @@ class Book:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def read(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Entry]:
+    def read(
+        self, parameters: Iterable[nn.Parameter], *, statistics: bool = True
+    ) -> dict[nn.Parameter, Entry]:
         """The entries of those parameters that backward has reached.
+
+        Args:
+            parameters: Those that are asked for.
+            statistics: Whether entries contain what samples add through public statistics.
 
         Raises:
             BookKeepingError: There is none, or a parameter has a gradient that was made without the book.
@@ -202,6 +216,8 @@ class Book:
                 "or use grad_sample_mode='hooks'"
             )
         self._pull_back()
+        if not statistics:
+            self._terms = {}
         found = {p: self._with_terms(id(p)) for p in parameters if id(p) in self._entries}
         if not found:
             raise BookKeepingError(

@@ -1,0 +1,84 @@
+"""Hangs book-keeping on a model: its forward passes are recorded, the first ones checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
+from opacus_bc.gradients.book_keeping.check import check_exactness
+from opacus_bc.gradients.book_keeping.recording import Recording
+from opacus_bc.mechanism.types import Memo, State
+
+_CHECKED = 3  # forward passes
+COMPILED = (
+    "grad_sample_mode='bk' does not go with torch.compile, which would not call the functions that are "
+    "watched: pass the plain module, or use clipping='batch'"
+)
+
+
+class BookKeeping:
+    """Records the forward passes of a model until it is removed.
+
+    The first forward passes are checked on a few rows (:func:`check_exactness`).
+
+    **Edge cases**: a copy of the model is not recorded, and a pickle holds nothing of the batch. A model
+    inside ``torch.compile`` is refused.
+    """
+
+    book: Book | None = None  # what an unpickled one has
+
+    def __init__(self, module: nn.Module, book: Book, names: Mapping[nn.Parameter, str]) -> None:
+        self.book = book
+        self._names = names
+        self._checks_left = _CHECKED
+        self._running: list[Recording | None] = []
+        self._handles = [
+            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.book is None:
+            return
+        if torch.compiler.is_compiling():
+            raise BookKeepingError(COMPILED)
+        if not torch.is_grad_enabled() or not self.book.open():
+            self._running.append(None)
+            return
+        if self._checks_left > 0:
+            self._check(module, args, kwargs)
+        self.book.mark((args, kwargs))
+        recording = Recording(self.book)
+        recording.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._running.append(recording)
+
+    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        book, self.book = self.book, None  # the forward passes of the check are not the batch's
+        assert book is not None
+        try:
+            check_exactness(module, args, kwargs, names=self._names, rows=book.rows)
+        finally:
+            self.book = book
+        self._checks_left -= 1
+
+    def _end(self, *_: Any) -> None:
+        recording = self._running.pop() if self.book is not None and self._running else None
+        if recording is not None:
+            recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        if self.book is not None:
+            self.book.forget()
+
+    def __deepcopy__(self, memo: Memo) -> Self:
+        return self  # a copy's parameters are not in the book
+
+    def __getstate__(self) -> State:
+        return {}

@@ -1,0 +1,128 @@
+"""Looks, on a few rows of the first batches, whether the book says what autograd says of the model.
+
+A pass is evidence and no proof: the rows are those of this batch, and rules that fail on others are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opacus_bc.draws.ledger import Delivery
+from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
+from opacus_bc.gradients.book_keeping.recording import Recording
+from opacus_bc.mechanism.randomness import put_streams, take_streams
+from opacus_bc.public.running import untouched_buffers
+
+_ROWS = 4
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}  # autocast rounds gradients to three digits
+_HALF_TOLERANCE = 0.1
+
+
+class _FewRows:
+    """A ledger that has delivered a few rows."""
+
+    def __init__(self, rows: int) -> None:
+        self._delivery = Delivery(
+            serial=0,
+            pass_index=0,
+            size=rows,
+            set_size=rows,
+            ends_set=True,
+            ends_draw=True,
+            placeholder=False,
+        )
+
+    def sole(self) -> Delivery:
+        """See :meth:`opacus_bc.draws.ledger.DrawLedger.sole`."""
+        return self._delivery
+
+
+def check_exactness(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    names: Mapping[nn.Parameter, str],
+    rows: int,
+) -> None:
+    """Compare the book's weighted sum of a few samples' gradients with autograd's on the same rows.
+
+    **Formal guarantee**: weights, gradients, buffers and random streams are what they were.
+
+    Args:
+        module: The model; it must not be recorded meanwhile.
+        args: Its arguments, of which tensors with ``rows`` rows are cut.
+        kwargs: Its named arguments.
+        names: The parameters and their names.
+        rows: How many samples the batch has.
+
+    Raises:
+        BookKeepingError: They differ: no per-sample gradient of this model can be trusted.
+    """
+    few = min(_ROWS, rows)
+    cut = [_cut(value, rows, few) for value in args]
+    named = {key: _cut(value, rows, few) for key, value in kwargs.items()}
+    trained = [p for p in names if p.requires_grad and p.grad is None]
+    streams = take_streams()
+    try:
+        with untouched_buffers(module):
+            book = Book(names, lambda: trained, _FewRows(few))
+            book.open()
+            book.mark((cut, named))
+            with Recording(book):
+                recorded = _outputs(module(*cut, **named))
+            put_streams(streams)
+            plain = _outputs(module(*cut, **named))
+    finally:
+        put_streams(streams)
+    if not recorded or any(each.dim() == 0 or len(each) != few for each in recorded):
+        return  # a model that returns a loss, or no rows: nothing tells its samples apart from outside
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(few, generator=generator) + 0.5
+    directions = [torch.randn(each.shape, generator=generator).to(each) for each in plain]
+    _along(recorded, directions).backward()  # type: ignore[no-untyped-call]  # torch's
+    weighed = [d * weights.to(d).view(-1, *(1 for _ in d.shape[1:])) for d in directions]
+    expected = torch.autograd.grad(_along(plain, weighed), trained, allow_unused=True)
+    entries = book.read(trained, statistics=False)
+    half = any(each.dtype in (torch.float16, torch.bfloat16) for each in plain)
+    for p, oracle in zip(trained, expected, strict=True):
+        entry = entries.get(p)
+        found = torch.zeros_like(p) if entry is None else entry.weighted_sum(weights.to(p.device))
+        oracle = torch.zeros_like(p) if oracle is None else oracle
+        allowed = _HALF_TOLERANCE if half else _TOLERANCE.get(p.dtype, _HALF_TOLERANCE)
+        size = torch.linalg.vector_norm(oracle.double())
+        if not bool(torch.linalg.vector_norm((found - oracle).double()) <= allowed * size + 1e-7):
+            raise BookKeepingError(
+                f"the per-sample gradients of {names[p]} do not add up to autograd's on {few} rows of this "
+                "batch: this model uses it in a way that one backward cannot tell apart by samples (rows "
+                "that are not samples, a hook that changes gradients, a custom operation). Nothing was "
+                "released; use grad_sample_mode='hooks' or clipping='batch'"
+            )
+
+
+def _cut(value: Any, rows: int, few: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[:few] if value.dim() and len(value) == rows else value
+    if isinstance(value, Mapping):
+        return {key: _cut(each, rows, few) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_cut(each, rows, few) for each in value)
+    return value
+
+
+def _outputs(value: Any) -> list[Tensor]:
+    """The floating-point tensors of a model's output that have a gradient."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [each for entry in value for each in _outputs(entry)] if isinstance(value, (tuple, list)) else []
+
+
+def _along(outputs: Sequence[Tensor], directions: Sequence[Tensor]) -> Tensor:
+    products: list[Tensor] = [(o * d).sum() for o, d in zip(outputs, directions, strict=True)]
+    return torch.stack(products).sum()

@@ -1,0 +1,110 @@
+"""The first batches are compared with autograd on the user's own model, without a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import blobs, cross_entropy, engine, mlp, weights
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_bc import PublicStatistics
+from opacus_bc.gradients.book_keeping import rules
+from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
+
+
+def private(model: nn.Module, **kwargs: Any) -> Any:
+    return engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(blobs(32), batch_size=8),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "grad_sample_mode": "bk", **kwargs},
+    )
+
+
+def twice_the_weight(book: Book, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A rule that is wrong by a factor."""
+    output = F.linear(input, book.plain(weight), book.plain(bias))
+
+    def note(grad: Tensor, x: Tensor) -> None:
+        book.add(weight, rules.Rows(2.0 * grad[:, :, None] * x[:, None]))
+        book.add(bias, rules.Rows(grad))  # type: ignore[arg-type]  # there is one here
+
+    return book.tap(output, note, input)
+
+
+def without_the_bias(book: Book, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A rule that forgets a parameter."""
+    output = F.linear(input, book.plain(weight), book.plain(bias))
+    return book.tap(output, lambda g, x: book.add(weight, rules.Rows(g[:, :, None] * x[:, None])), input)
+
+
+@pytest.mark.parametrize("wrong", [twice_the_weight, without_the_bias])
+def test_a_rule_that_is_wrong_for_this_model_is_found_before_anything_is_released(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    wrapper, optimizer, loader = private(model)
+    before = weights(model)
+    monkeypatch.setitem(rules.RULES, F.linear, wrong)
+    x, _ = next(iter(loader))
+    with pytest.raises(BookKeepingError, match="do not add up to autograd's"):
+        wrapper(x)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+
+
+class Gradual(nn.Module):
+    """A model with dropout, a buffer that would move, and public BatchNorm behind an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+        )
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x)
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_the_check_leaves_streams_buffers_and_gradients_as_they_were(differentiate: bool) -> None:
+    torch.manual_seed(0)
+    model = Gradual()
+    public = DataLoader(TensorDataset(blobs(16, seed=4).tensors[0]), batch_size=16)
+    statistics = PublicStatistics(loader=public, differentiate=differentiate)
+    wrapper, optimizer, loader = private(model, batch_norm=statistics)
+    seen = 0
+    for x, y in loader:
+        state = torch.get_rng_state()
+        calls = int(model.calls)
+        output = wrapper(x)
+        assert int(model.calls) == calls + 1
+        assert all(p.grad is None for p in model.parameters())
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        F.dropout(torch.ones(len(x), 8))  # what one forward draws
+        assert torch.equal(torch.get_rng_state(), after)
+        F.cross_entropy(output, y).backward()
+        optimizer.step()
+        seen += 1
+    assert seen == 4
+
+
+def test_only_the_first_forwards_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opacus_bc.gradients.book_keeping import attached
+
+    found = []
+    monkeypatch.setattr(attached, "check_exactness", lambda *args, **kwargs: found.append(kwargs["rows"]))
+    wrapper, optimizer, loader = private(mlp())
+    for _ in range(2):
+        for x, y in loader:
+            cross_entropy(wrapper, x, y).backward()
+            optimizer.step()
+    assert len(found) == 3

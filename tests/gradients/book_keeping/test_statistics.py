@@ -1,0 +1,113 @@
+"""Gradients that follow public statistics in one backward: those of instantiated rows, never too short."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import engine
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from opacus_bc import PublicStatistics
+from opacus_bc.gradients.book_keeping.convolution import Convolution
+from opacus_bc.gradients.book_keeping.products import (
+    ConvolutionProduct,
+    LinearProduct,
+    Term,
+    WithTerms,
+    with_terms,
+)
+from opacus_bc.mechanism.clipping import row_norms
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:noise_multiplier=0"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+
+
+def network() -> nn.Module:
+    """Layers that are kept, layers that are not, groups, an activation and pooling before BatchNorm."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.BatchNorm2d(8),
+        nn.Conv2d(8, 48, 3, stride=2, padding=1), nn.BatchNorm2d(48), nn.ReLU(inplace=True),
+        nn.Conv2d(48, 48, 3, padding=1, groups=4), nn.Tanh(), nn.BatchNorm2d(48),
+        nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10),
+    ).double()  # fmt: skip
+
+
+def released(mode: str, *, differentiate: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 3, 8, 8, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 10, (12,), generator=generator)
+    public = torch.randn(20, 3, 8, 8, generator=generator, dtype=torch.float64)
+    model = network()
+    wrapper, optimizer, loader = engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=12),
+        noise_multiplier=0.0,
+        max_grad_norm=0.5,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+        batch_norm=PublicStatistics(
+            loader=DataLoader(TensorDataset(public), batch_size=20), differentiate=differentiate
+        ),
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    for a, b in loader:
+        nn.functional.cross_entropy(wrapper(a), b).backward()
+        optimizer.step()
+    return torch.cat([(w - p.detach()).flatten() for w, p in zip(before, model.parameters(), strict=True)])
+
+
+def test_one_backward_follows_public_statistics_as_hooks_do() -> None:
+    constants = released("bk", differentiate=False)
+    followed, hooked = (released(mode, differentiate=True) for mode in ("bk", "hooks"))
+    assert torch.linalg.vector_norm(followed - constants) > 0.01 * torch.linalg.vector_norm(constants)
+    torch.testing.assert_close(followed, hooked, rtol=1e-10, atol=1e-12)
+
+
+def products(seed: int, rows: int) -> list[WithTerms]:
+    """A linear and a convolution product with two terms each, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    shape = Convolution(kernel=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), groups=2)
+    weight = random(6, 2, 3, 3)
+    convolution = ConvolutionProduct(shape, random(rows, 4, 7, 7), random(rows, 6, 4, 4), weight)
+    linear = LinearProduct(random(rows, 5, 3), random(rows, 5, 4), torch.Size((4, 3)))
+    return [
+        WithTerms(linear, tuple(Term(random(rows, 4), random(4, 3)) for _ in range(2))),
+        WithTerms(convolution, tuple(Term(random(rows, 6), random(*weight.shape)) for _ in range(2))),
+    ]
+
+
+@given(seed=st.integers(0, 2**20), cancel=st.sampled_from([0.0, 1e-6, 1e-4, 1e-2, 1.0]))
+@settings(max_examples=30, deadline=None)
+def test_norms_with_statistics_are_never_too_small_where_terms_cancel(seed: int, cancel: float) -> None:
+    """The last term takes all of sample 0's gradient back but for a fraction ``cancel``."""
+    for entry in products(seed, rows=3):
+        own = with_terms(entry.product.rows(), entry.terms)[0]
+        spread = torch.zeros(3, len(own))
+        spread[0] = cancel - 1.0
+        whole = WithTerms(entry.product, (*entry.terms, Term(spread, own)))
+        double = [t.rows().double() for t in whole.terms]
+        exact = row_norms(sum(double, whole.product.rows().double()))
+        found = whole.norms()
+        scale = row_norms(whole.product.rows()) + sum(row_norms(t.rows()) for t in whole.terms)
+        assert bool((found >= exact - 3e-7 * scale).all())  # float32 rows differ from their float64 sum
+        assert bool((found <= 1.011 * exact + 2e-6 * scale).all())
+
+
+def test_weighted_sums_with_statistics_are_those_of_the_rows() -> None:
+    for entry in products(7, rows=5):
+        weights = torch.tensor([0.5, 1.0, 0.0, 2.0, 0.1])
+        expected = torch.einsum("n,n...->...", weights, entry.rows())
+        torch.testing.assert_close(entry.weighted_sum(weights), expected, rtol=1e-4, atol=1e-4)
+        keep = torch.tensor([True, False, True, True, False])
+        torch.testing.assert_close(entry.only(keep).rows(), entry.rows()[keep])
