@@ -32,10 +32,20 @@ class PublicStatistics:
         max_batches: At most this many of its batches are used (and at most 256 MB of them). They are read
             once and kept.
         seed: Order and augmentation of the public data follow from it.
-        differentiate: With individual clipping: each sample's gradient also follows the statistics, as the
-            functions of the convolution or linear layer directly before that they are at the public batch.
-            Learns faster (BatchNorm's gradient is then free of what the statistics would undo), costs a
-            second pass over that layer's per-sample gradients; sensitivity and noise stay what they are.
+        differentiate: With individual clipping: each sample's gradient also follows the statistics into the
+            weights and biases of the layers before, of which they are functions at the public batch. Learns
+            faster (BatchNorm's gradient is then free of what the statistics would undo), costs a backward
+            over the public batch at every refresh and a second pass over these layers' per-sample gradients;
+            sensitivity and noise stay what they are.
+
+    **Edge cases** of ``differentiate``: a BatchNorm is followed into every linear and convolution layer that
+    feeds it channel by channel, which is found by tracing the public batch: through activations, pooling,
+    dropout, gates, sums, concatenations and reordered channels, out of several layers, and out of one layer
+    into several BatchNorms. Left out: a layer of which one row moves several channels of the BatchNorm
+    (softmax over channels, a channel repeated, positions that are flattened into channels); whatever lies
+    behind such a layer, behind another BatchNorm or behind any other layer with weights, PReLU included (so
+    the inputs of the layers that are followed count as constants); a BatchNorm that is used twice or has
+    nothing to train. A warning names each BatchNorm for which nothing is left to follow.
     """
 
     loader: Loader

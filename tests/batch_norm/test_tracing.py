@@ -382,6 +382,20 @@ def test_a_replaced_sample_moves_no_other_gradient(name: str) -> None:
     assert not torch.allclose(rows[0][3], rows[1][3])
 
 
+def overwritten(net: Any, x: Tensor) -> Tensor:
+    copied = x + 0
+    y = net.one(copied)
+    copied.mul_(2)
+    return net.end(pooled(net.norm(torch.tanh(y))))
+
+
+def test_a_layer_whose_public_input_is_overwritten_is_not_followed() -> None:
+    """Its derivatives would be those of other values."""
+    model = Graph(overwritten, one=conv(4), norm=nn.BatchNorm2d(4), end=nn.Linear(4, 3)).double()
+    private(model)
+    assert model.norm.upstream == ()
+
+
 def test_a_model_moved_to_another_precision_takes_the_derivatives_along() -> None:
     model = prepared(CONSTRUCTS["concatenation"])
     _, module, *_ = private(model)
