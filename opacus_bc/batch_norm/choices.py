@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from opacus_bc._opacus import UnsupportedModuleError
-from opacus_bc.batch_norm.layers import NORM_LAYERS, PolicyLayer, is_known
+from opacus_bc.batch_norm.layers import NORM_LAYERS, PolicyLayer
 from opacus_bc.batch_norm.private import PrivateStatistics
 from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.batch_norm.subclass_check import why_not_constant
+from opacus_bc.batch_norm.subclasses import has_own_forward
 from opacus_bc.mechanism.types import Loader
 from opacus_bc.public.data import WRAP_IT, check_disjoint, check_public_loader
 
@@ -125,11 +127,11 @@ def _check_individual(config: Config, found: dict[str, nn.Module]) -> None:
             f"gradient of its own: with individual clipping use {_INDIVIDUAL_CHOICES}"
         )
     for name, child in found.items():
-        if not is_known(child):
-            raise BatchNormPolicyError(
-                f"{_called(name, child)} is a norm layer with a forward of its own, "
-                "whose per-sample gradients are not known: use torch's type, or clipping='batch'"
-            )
+        if has_own_forward(type(child)):
+            known = isinstance(child, NORM_LAYERS[0])
+            reason = why_not_constant(child) if known else "its per-sample gradients are not known"
+            if reason is not None:
+                raise BatchNormPolicyError(f"{_called(name, child)} has a forward of its own: {reason}")
         if config == "frozen" and not child.track_running_stats:
             raise BatchNormPolicyError(
                 f"batch_norm='frozen': {_called(name, child)} has no running "

@@ -112,6 +112,25 @@ def _weight_grads(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) ->
     return sums.mul_(inverse_std)
 
 
+def normalise_with_constants(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer: Any = None,
+) -> Tensor:
+    """``weight * (x - mean) / std + bias``: the only place where a training forward uses constants.
+
+    ``layer`` is asked whether Opacus's hooks make the gradients of weight and bias.
+    """
+    if torch._C._are_functorch_transforms_active():  # they cannot see into the function below
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+    normalised: Tensor = NormaliseWithConstants.apply(layer, x, weight, bias, mean, var, eps)
+    return normalised
+
+
 class NormaliseWithConstants(torch.autograd.Function):
     """``F.batch_norm`` in evaluation mode; torch's own backward of it takes four times as long on the CPU.
 
