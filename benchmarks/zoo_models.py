@@ -9,18 +9,15 @@ import torch
 import torchvision
 from torch import nn
 
-TORCHVISION = tuple(
-    """
+TORCHVISION = """
     densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 mnasnet0_5 mobilenet_v2
     mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnext50_32x4d shufflenet_v2_x0_5 vgg11_bn
     wide_resnet50_2
-    """.split()
-)
+"""
 
 # Convolutional families of timm 1.0.31 with BatchNorm. Left out: families whose smallest variant has more
 # than 60 million parameters, which one core does not step in a minute, and timm's own test models.
-TIMM = tuple(
-    """
+TIMM = """
     bat_resnext26ts convmixer_768_32 cs3darknet_focus_s cspdarknet53 cspnext_tiny cspresnet50 cspresnext50
     darknet17 darknetaa53 densenet121 densenetblur121d dla34 dla46x_c dla60_res2net dpn48b eca_resnet33ts
     eca_resnext26ts eca_vovnet39b ecaresnet26t ecaresnetlight ecaresnext26t_32x4d efficientnet_b0
@@ -38,17 +35,14 @@ TIMM = tuple(
     spnasnet_100 starnet_s050 tf_efficientnet_b0 tf_efficientnet_cc_b0_4e tf_efficientnet_lite0
     tf_efficientnetv2_b0 tf_mixnet_s tf_mobilenetv3_small_075 tinynet_e tresnet_m tresnet_v2_l vovnet39a
     xception41 xception41p
-    """.split()
-)
+"""
 
 # Not counted among timm's CNNs with BatchNorm: attention besides convolutions, or no BatchNorm.
-OTHERS = tuple(
-    """
+OTHERS = """
     cpubone_nano eca_halonext26ts fastvit_sa12 halonet26t lambda_resnet26t lowformer_b0 mobilevit_xxs
     mobilevitv2_050 nextvit_small tiny_vit_5m_224 convnext_atto eca_nfnet_l0 nf_regnet_b0 nf_resnet26
     resnetv2_50x1_bit
-    """.split()
-)
+"""
 
 PIXELS = {"torchvision inception_v3": 96, "timm inception_v3": 96}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -60,8 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def names() -> list[str]:
     """All networks, as ``library name``."""
-    timms = [f"timm {name}" for name in (*TIMM, *OTHERS)]
-    return [f"torchvision {name}" for name in TORCHVISION] + timms
+    groups = (("torchvision", TORCHVISION), ("timm", TIMM), ("timm", OTHERS))
+    return [f"{library} {name}" for library, listed in groups for name in listed.split()]
 
 
 def build(network: str, classes: int) -> nn.Module:
