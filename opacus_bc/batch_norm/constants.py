@@ -119,9 +119,9 @@ class ConstantsKeeper(PublicKeeper):
             if pairs and isinstance(layer, ConstantStatistics):
                 averages = (torch.stack(each).mean(0) for each in zip(*pairs, strict=True))
                 layer.constant_mean, layer.constant_var = pairs[0] if len(pairs) == 1 else averages
-                before = feeding.get(layer)
+                before = feeding.get(layer) if layer.normalises_input else None
                 layer.upstream = None if before is None else upstream(*before)
-        self.followed = sum(entry is not None for entry in feeding.values())
+        self.followed = sum(layer.upstream is not None for layer in self._constant_layers().values())
         self.refreshes += 1
 
 

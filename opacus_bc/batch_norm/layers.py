@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import ClassVar, SupportsIndex, cast
 
 import torch
@@ -30,7 +29,11 @@ from opacus_bc.mechanism.types import Memo, State
 
 NORM_LAYERS = (_BatchNorm, _InstanceNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_OWN_ONLY = ("upstream", "tap")  # not for copies: their keeper measures anew, their forwards tap anew
+_OWN_ONLY = (
+    "upstream",
+    "tap",
+    "normalises_input",
+)  # not for copies: their keeper measures anew, their forwards tap anew
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
@@ -174,6 +177,7 @@ class ConstantStatistics(PolicyLayer):
     constant_var: Tensor
     upstream: Upstream | None = None
     tap: Tap | None = None  # of the last forward, until per-sample hooks take it
+    normalises_input: bool = True  # itself, and not what an own forward makes of it
 
     def install(self) -> None:
         if self.running_mean is None or self.running_var is None:
@@ -217,7 +221,12 @@ class ConstantStatistics(PolicyLayer):
             self._ask_keeper()
             result = super().forward(x)
             return result
-        answer = self._tapped if self.collecting is None else partial(_collect, self)
+
+        def collected(given: Tensor) -> Tensor:
+            self.normalises_input = given is x
+            return _collect(self, given)
+
+        answer = self._tapped if self.collecting is None else collected
         with answering(self, answer, self.constant_mean, self.constant_var):
             result = super().forward(x)
         return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 _FROZEN: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by us, and not given back yet
@@ -23,7 +24,8 @@ class Outsiders:
         wanted = set(held)
         for p in wanted:
             _give_back(p)
-        self._params = [p for p in module.parameters() if p.requires_grad and p not in wanted]
+        others = (p for p in module.parameters() if not is_lazy(p))
+        self._params = [p for p in others if p.requires_grad and p not in wanted]
         for p in self._params:
             p.requires_grad_(False)
             _FROZEN[p] = True
