@@ -92,6 +92,9 @@ class ConstantsKeeper(PublicKeeper):
                 averages = (torch.stack(each).mean(0) for each in zip(*pairs, strict=True))
                 layer.constant_mean, layer.constant_var = pairs[0] if len(pairs) == 1 else averages
                 layer.upstream = trace.found.get(layer, ())
+                if layer.upstream and not layer.normalises_input:
+                    layer.upstream = ()
+                    trace.reasons[layer] = "its own forward normalises something else than its input"
         self.not_followed = {norms[layer]: reason for layer, reason in trace.reasons.items()}
         self.refreshes += 1
 

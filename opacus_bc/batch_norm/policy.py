@@ -20,12 +20,13 @@ a public loader     batch clipping: the mini-set's own         re-estimated on p
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from contextlib import ExitStack
 
 from torch import nn
 
 from opacus_bc.batch_norm.buffers import BufferWatch, Held, ParameterWatch, check_unmoved, snapshot
-from opacus_bc.batch_norm.choices import Config, check_policy, resolve
+from opacus_bc.batch_norm.choices import Config, check_policy, has_initial_statistics, resolve
 from opacus_bc.batch_norm.constants import ConstantsKeeper
 from opacus_bc.batch_norm.keeper import Keeper
 from opacus_bc.batch_norm.layers import (
@@ -111,6 +112,14 @@ class BatchNormPolicy:
             BufferWatch(self.root, frozenset(id(child) for child in answered)),
             ParameterWatch(self.root),
         ]
+        initial = [name for name, child in self.layers.items() if has_initial_statistics(child)]
+        if self.name == "frozen" and initial:
+            warnings.warn(
+                f"batch_norm='frozen': {len(initial)} layers ({initial[0]} first) hold the statistics they "
+                "were made with, mean 0 and variance 1, and will never have others: load pretrained weights "
+                "before make_private, or pass a public DataLoader",
+                stacklevel=users_level(),
+            )
         if not self.protected:
             warnings.warn(
                 f"batch_norm='unprotected': the running statistics of {len(self.layers)} layers are written "
@@ -227,9 +236,12 @@ def make_policy(
     individual: bool = False,
     private_loader: Loader | None = None,
     refresh_every: int = 1,
+    trained: Collection[nn.Parameter] | None = None,
 ) -> BatchNormPolicy:
     """Validate ``policy`` for ``module`` (see :func:`check_policy`); nothing changes before ``install``."""
-    layers = check_policy(module, policy, individual=individual, private_loader=private_loader)
+    layers = check_policy(
+        module, policy, individual=individual, private_loader=private_loader, trained=trained
+    )
     check_count("batch_norm_refresh", refresh_every)
     return BatchNormPolicy(
         module, resolve(policy), layers, individual=individual, refresh_every=refresh_every

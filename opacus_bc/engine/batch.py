@@ -40,7 +40,7 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
     clip_bound = check_positive("max_grad_norm", request.max_grad_norm)
     check_accountant(accountant, request.kind)
     plan = request.plan
-    policy = make_policy(plain, request.policy, private_loader=data_loader)
+    policy = make_policy(plain, request.policy, private_loader=data_loader, trained=request.held)
     if policy.name == "private" and accountant.mechanism() == "gdp":
         raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
     ranks, sharding = _processes(request, policy)

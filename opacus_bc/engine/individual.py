@@ -20,6 +20,7 @@ from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import DrawSource, PoissonBins, WholeBatches, whole_batch
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
+from opacus_bc.engine.outsiders import Outsiders
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.gradients.ghost import GhostCriterion
@@ -40,6 +41,9 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     """Set individual clipping up; ``undo`` gets what takes the changes back if anything fails."""
     check_accountant(accountant, request.kind)
     _check_secure(request, noise)
+    held = request.module.parameters() if request.distributed else request.held
+    outsiders = Outsiders(request.module, held)
+    undo.callback(outsiders.remove)
     clip_bounds(request)
     if request.clipping == "adaptive":
         _check_adaptive(accountant.mechanism(), request.kind)
@@ -53,7 +57,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     made = _Build(request, noise, undo).make_private(**given, **request.extra)
     wrapper, optimizer, *criterion, loader = made
     optimizer.booking = Booking(accountant, plan)
-    guests: tuple[Guest, ...] = (SortedSequences(request.module),)
+    guests: tuple[Guest, ...] = (SortedSequences(request.module), outsiders)
     if not request.distributed:
         guests = (*guests, LateWrapping(request.module))
     return Run(
@@ -171,6 +175,7 @@ def _policy(request: Request) -> BatchNormPolicy:
         individual=True,
         private_loader=request.data_loader,
         refresh_every=request.batch_norm_refresh,
+        trained=request.held,
     )
     mode = request.grad_sample_mode
     if policy.layers and (mode not in ("hooks", "ghost") or not request.batch_first):

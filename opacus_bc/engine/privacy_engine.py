@@ -15,7 +15,7 @@ from opacus_bc._opacus import DPOptimizer, StockPrivacyEngine
 from opacus_bc.alc.choice import effective_per_multiplier, trainable
 from opacus_bc.alc.config import ALC
 from opacus_bc.alc.report import LayerReport
-from opacus_bc.batch_norm.choices import UnprotectedStatisticsError
+from opacus_bc.batch_norm.choices import UnprotectedStatisticsError, keeps_statistics
 from opacus_bc.engine import statement as st
 from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.book_keeping import build_book_keeping
@@ -155,6 +155,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             run = build(request, self.accountant, self._secure_noise, undo)
             for guest in run.guests:
                 undo.callback(guest.remove)
+            _warn_of_idle_policy(request, run)
             self._warn_of_others(run)
             undo.pop_all()
         self.dataset = data_loader.dataset
@@ -470,6 +471,16 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             if run.optimizer is optimizer or unwrap(run.policy.root) is unwrap(module):
                 return run
         return None
+
+
+def _warn_of_idle_policy(request: Request, run: Run) -> None:
+    if request.batch_norm is None or run.policy.layers or keeps_statistics(bare(request.module)):
+        return
+    warnings.warn(
+        "batch_norm= changes nothing: this model has no BatchNorm layer. If it had some, look who replaced "
+        "them (ModuleValidator.fix puts fresh GroupNorms there)",
+        stacklevel=users_level(),
+    )
 
 
 def _restore(parameters: list[tuple[nn.Parameter, torch.Tensor | None, set[str]]]) -> None:

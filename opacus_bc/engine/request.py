@@ -85,7 +85,8 @@ class Request:
                 f"clipping={self.clipping!r} needs per-sample gradients, not supported with fully_shard: "
                 "use clipping='batch', or Opacus's DifferentiallyPrivateDistributedDataParallel"
             )
-        check_layers(self.module, grad_sample_mode=None if self.batch else self.grad_sample_mode)
+        mode = None if self.batch else self.grad_sample_mode
+        check_layers(self.module, grad_sample_mode=mode, trained=self.held)
         check_optimizer(self.inner_optimizer)
         self._check_keywords()
         self._check_alc()
@@ -115,6 +116,11 @@ class Request:
         """The torch optimizer, also where the user passed a private one."""
         optimizer = self.optimizer
         return optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+
+    @property
+    def held(self) -> frozenset[nn.Parameter]:
+        """The parameters that the optimizer holds, trainable or not."""
+        return frozenset(p for group in self.inner_optimizer.param_groups for p in group["params"])
 
     @cached_property
     def kind(self) -> Sampling:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from opacus_bc._opacus import (
     AbstractGradSampleModule,
@@ -23,6 +24,7 @@ from opacus_bc._opacus import (
 )
 from opacus_bc.gradients.ghost import GhostNorms
 from opacus_bc.gradients.output_hooks import hook_outputs
+from opacus_bc.gradients.unruled import run_live
 
 
 class GuardedHooks:
@@ -35,9 +37,13 @@ class GuardedHooks:
         """Opacus's hooks, on the outputs."""
         super().add_hooks(**kwargs)  # type: ignore[misc]  # a mixin over Opacus's wrappers
         hook_outputs(self)
+        run_live(self)
 
     def rearrange_grad_samples(self, *, module: Any, **kwargs: Any) -> Any:
         """Opacus's first move in a layer's backward hook.
+
+        Opacus's rule for convolutions reads its input's memory as if it were contiguous. In other layouts
+        (``torch.channels_last``, permuted dimensions) it would read other pixels, or other samples.
 
         Raises:
             RuntimeError: The rows would not be those of the batch.
@@ -53,7 +59,10 @@ class GuardedHooks:
                 f"a second backward pass went through a {kind} after one forward pass (torch.autograd.grad "
                 "is one too): repeat the forward pass, or use clipping='batch'"
             )
-        return super().rearrange_grad_samples(module=module, **kwargs)  # type: ignore[misc]  # see add_hooks
+        activations, backprops = super().rearrange_grad_samples(module=module, **kwargs)  # type: ignore[misc]
+        if isinstance(module, _ConvNd):
+            activations = [given.contiguous() for given in activations]
+        return activations, backprops
 
 
 class PrivateGradSampleModule(GuardedHooks, GradSampleModule):  # type: ignore[misc]  # Opacus is untyped

@@ -1,0 +1,117 @@
+"""Claim: pretrained-style CNNs with BatchNorm train privately as they are, in every mode.
+
+    nice -n 5 python benchmarks/zoo.py [--networks "timm resnet10t" ...] [--methods BC ...] [--again failed]
+                                       [--page]
+
+For every network of ``zoo_models.py``: one private step in each mode on four random images, ``finalize``, a
+strict load of the released weights into a plain network, and equal outputs. "oracle" compares the release of
+individual clipping with frozen statistics, without noise and in float64, with gradients of single samples
+from plain autograd. Stock Opacus steps after its own ``ModuleValidator.fix``. Each network runs in a process
+of its own with a time limit. Results are kept in ``results/zoo.json`` as they come, and what is there is not
+run again; ``--page`` only writes docs/zoo.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo_models
+import zoo_steps
+from zoo_page import write_page
+
+RESULTS = Path(__file__).parent / "results" / "zoo.json"
+LIMIT, TOLERANCE = 420.0, 1e-4  # seconds for a method; relative distance of a release from the oracle's
+
+
+def _oracle(build: zoo_steps.Build, pixels: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        distance = zoo_steps.oracle_distance(build, pixels)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if not distance < TOLERANCE:
+        raise AssertionError(f"the release is {distance:.1e} away from the oracle's")
+
+
+def methods(network: str) -> dict[str, Callable[[], None]]:
+    """What is tried, by its column's name."""
+    pixels = zoo_models.PIXELS.get(network, 64)
+    build = partial(zoo_models.build, network, zoo_steps.CLASSES)
+    ours = partial(zoo_steps.released, build, pixels)
+    public = partial(zoo_steps.public, pixels)
+    return {
+        "BC": lambda: ours(clipping="batch", batch_norm=public()),
+        "GBC": lambda: ours(clipping="batch", mini_batch_size=2, batch_norm=public()),
+        "IC public": lambda: ours(clipping="flat", batch_norm=public()),
+        "IC frozen": lambda: ours(clipping="flat", batch_norm="frozen"),
+        "oracle": lambda: _oracle(build, pixels),
+        "stock Opacus": lambda: zoo_steps.stock(build, pixels),
+    }
+
+
+def _try(network: str, method: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        methods(network)[method]()
+        answers.send("ok")
+    except BaseException as error:
+        answers.send(f"{type(error).__name__}: {error}"[:600])
+
+
+def attempt(network: str, method: str) -> dict[str, Any]:
+    """The outcome of one method, in a process of its own: "ok", or the error."""
+    started = time.monotonic()
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_try, args=(network, method, there))
+    process.start()
+    there.close()
+    try:
+        outcome = here.recv() if here.poll(LIMIT) else f"TimeoutError: more than {LIMIT:.0f} seconds"
+    except EOFError:
+        outcome = "the process ended without an answer (memory?)"
+    process.kill()
+    process.join()
+    return {"outcome": outcome, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _parameters(network: str) -> int:
+    return sum(p.numel() for p in zoo_models.build(network, zoo_steps.CLASSES).parameters())
+
+
+def main() -> None:
+    """Run what is missing, then write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=zoo_models.names())
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--again", choices=("nothing", "failed", "all"), default="nothing")
+    parser.add_argument("--page", action="store_true")
+    options = parser.parse_args()
+    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for network in () if options.page else options.networks:
+        row = kept.setdefault(network, {"parameters": _parameters(network)})
+        for method in methods(network):
+            if options.methods and method not in options.methods:
+                continue
+            old = row.get(method, {}).get("outcome")
+            if old and (options.again == "nothing" or (old == "ok" and options.again == "failed")):
+                continue
+            row[method] = attempt(network, method)
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        print(
+            network, *(f"{k}: {v['outcome'][:150]}" for k, v in row.items() if k != "parameters"), sep=" | "
+        )
+    write_page(kept)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
