@@ -301,26 +301,49 @@ def embedding(
 def add(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
     """A parameter that is added to every sample, as position embeddings are."""
     output = torch.add(book.plain(input), book.plain(other), alpha=alpha)
+    input, other = (_broadcast(book, value, output) for value in (input, other))
 
     def note(grad: Tensor) -> None:
         for value, factor in ((input, 1.0), (other, alpha)):
             if book.wants(value):
                 book.add(value, Rows(_reduced(_wide(grad), value) * factor))
 
-    _refuse_rows(book, output, input, other)
     return book.tap(output, note)
 
 
 def multiply(book: Book, input: Any, other: Any) -> Tensor:
     """A parameter that every sample is multiplied with, as layer scales are."""
-    parameter, value = (input, other) if book.is_parameter(input) else (other, input)
     output = torch.mul(book.plain(input), book.plain(other))
+    parameter, value = (input, other) if book.is_parameter(input) else (other, input)
+    parameter = _broadcast(book, parameter, output)
 
     def note(grad: Tensor, *held: Tensor) -> None:
-        book.add(parameter, Rows(_reduced(_wide(grad) * held[0], parameter)))
+        if held:
+            book.add(parameter, Rows(_reduced(_wide(grad) * held[0], parameter)))
 
-    _refuse_rows(book, output, parameter)
     return book.tap(output, note, *((value,) if book.wants(parameter) else ()))
+
+
+def concatenate(book: Book, tensors: Any, dim: int = 0) -> Tensor:
+    """A parameter that stands next to every sample, as class tokens do."""
+    output = torch.cat([book.plain(each) for each in tensors], dim)
+    if dim % output.dim() == 0:
+        raise _no_rule("cat along the samples", book, *filter(book.is_parameter, tensors))
+    parts = [_broadcast(book, each, output) for each in tensors]
+    sizes = [each.shape[dim] for each in tensors]
+
+    def note(grad: Tensor) -> None:
+        for part, value in zip(torch.split(_wide(grad), sizes, dim), parts, strict=True):
+            if book.wants(value):
+                book.add(value, Rows(_reduced(part, value)))
+
+    return book.tap(output, note)
+
+
+def expand_as(book: Book, input: Tensor, other: Tensor) -> Tensor:
+    """A parameter in the shape of a sample's tensor, of which nothing but the shape is used."""
+    expanded: Tensor = book.derive(book.twin(input).expand(other.shape))
+    return expanded
 
 
 def _reduced(grad: Tensor, value: Tensor) -> Tensor:
@@ -330,22 +353,22 @@ def _reduced(grad: Tensor, value: Tensor) -> Tensor:
     return (grad.sum(over) if over else grad).reshape(len(grad), *value.shape)
 
 
-def _refuse_rows(book: Book, output: Tensor, *values: Any) -> None:
-    """A parameter that has a row for each sample is not broadcast to them: its rows are no samples."""
-    for value in values:
-        if book.is_parameter(value) and value.dim() == output.dim() and len(value) == len(output) != 1:
-            raise BookKeepingError(
-                f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to "
-                "its samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
-            )
+def _broadcast(book: Book, value: Any, output: Tensor) -> Any:
+    """A parameter as every sample meets it; anything else as it is.
 
+    One that was expanded to a row for each sample has the same row for all: the first one is taken.
 
-def expand(book: Book, input: Tensor, *sizes: Any) -> Tensor:
-    """A parameter with one row that is repeated for every sample, as class tokens are."""
-    output = input.detach().expand(*sizes)
-    if output.dim() == input.dim() and len(input) != 1:
-        raise _no_rule("expand", book, input)
-    return book.tap(output, lambda grad: book.add(input, Rows(_reduced(_wide(grad), input))))
+    Raises:
+        BookKeepingError: It has rows of its own, which may or may not be the samples'.
+    """
+    if not book.is_parameter(value) or value.dim() < output.dim() or len(value) == 1:
+        return value
+    if value.stride(0) == 0:
+        return book.derive(book.twin(value)[:1])
+    raise BookKeepingError(
+        f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to its "
+        "samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
+    )
 
 
 def row_by_row(
@@ -424,5 +447,7 @@ RULES: dict[Any, Rule] = {
     Tensor.mul: multiply,
     Tensor.__mul__: multiply,
     Tensor.__rmul__: multiply,
-    Tensor.expand: expand,
+    torch.cat: concatenate,
+    torch.concat: concatenate,
+    Tensor.expand_as: expand_as,
 }
