@@ -405,6 +405,36 @@ def test_a_model_moved_to_another_precision_takes_the_derivatives_along() -> Non
         assert {t.dtype for t in entry.tensors().values()} == {torch.float32, torch.int64}
 
 
+def test_rows_whose_gradients_have_lost_their_digits_count_as_still() -> None:
+    marks = _marks(3)
+    plain = torch.tensor([[1.0, 2.0], [3e-320, 1e-320], [0.5, 0.1]], dtype=torch.float64)
+    found = fed_channels(plain, plain * marks[[2, 0, 0], None], marks)
+    assert found is not None
+    assert found.tolist() == [2, 1, 0]
+    assert (
+        fed_channels(plain, (plain * marks[[2, 0, 0], None]).index_fill(0, torch.tensor(1), 1e-3), marks)
+        is None
+    )
+
+
+def test_a_channel_that_is_dead_in_the_first_public_samples_is_followed() -> None:
+    model = prepared(CONSTRUCTS["concatenation"])
+    plain = copy.deepcopy(model)
+    known = first_public()
+    known[:18] = 0.0  # behind the ReLU nothing is left of these
+    for net in (model, plain):
+        net.two.bias.data.fill_(-1e-3)
+        net.wiring = rectified
+    config = PublicStatistics(loader=DataLoader(TensorDataset(known), batch_size=20), differentiate=True)
+    _, module, *_ = make_private(model, data(40, 1), clipping="flat", batch_norm=config)
+    assert len(model.norm.upstream) == 2
+    check_gradients(model, plain, module, known)
+
+
+def rectified(net: Any, x: Tensor) -> Tensor:
+    return net.end(pooled(net.norm(torch.cat([x[..., 2:, 2:], net.one(x), torch.relu(net.two(x))], 1))))
+
+
 @given(st.data())
 def test_marks_tell_the_channel_of_every_row(draw: st.DataObject) -> None:
     channels = draw.draw(st.integers(1, 100))
@@ -420,7 +450,7 @@ def test_marks_tell_the_channel_of_every_row(draw: st.DataObject) -> None:
     if channels > 1:
         other = plain.clone()
         row = draw.draw(st.integers(0, len(fed) - 1))
-        size = max(float(plain[row].abs().max()), 1e-12)
+        size = float(plain[row].abs().max())
         other[row, 3] += size  # this entry moves a second channel
         second = marks[(fed[row] + 1) % channels]
         weighted = plain * marks[fed, None]
