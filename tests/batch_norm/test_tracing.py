@@ -15,6 +15,7 @@ from support.batch_norm import BACKWARD_HOOK_REMARK, batches, make_private
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_bc.batch_norm.gradients import into_statistics
 from opacus_bc.batch_norm.public import PublicStatistics
 from opacus_bc.batch_norm.tracing import _marks, fed_channels
 
@@ -403,6 +404,24 @@ def test_a_model_moved_to_another_precision_takes_the_derivatives_along() -> Non
     assert [entry.layer for entry in model.norm.upstream] == [model.two, model.one]
     for entry in model.norm.upstream:
         assert {t.dtype for t in entry.tensors().values()} == {torch.float32, torch.int64}
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_gradients_into_the_statistics_are_autograds(affine: bool) -> None:
+    torch.manual_seed(2)
+    layer: Any = nn.BatchNorm2d(4, affine=affine).double()
+    if affine:
+        nn.init.uniform_(layer.weight, 0.5, 1.5)
+    x, backprops = torch.randn(2, 3, 4, 2, 2, dtype=torch.float64)
+    layer.constant_mean, layer.constant_var = (torch.rand(4, dtype=torch.float64) + 0.5 for _ in "mv")
+    found = into_statistics(layer, x, backprops)
+    for i in range(3):
+        mean, var = (c.clone().requires_grad_() for c in (layer.constant_mean, layer.constant_var))
+        gain = layer.weight[:, None, None] if affine else 1.0
+        y = gain * (x[i] - mean[:, None, None]) / (var[:, None, None] + layer.eps).sqrt()
+        expected = torch.autograd.grad(y, (mean, var), backprops[i])
+        for value, row in zip(expected, found, strict=True):
+            assert torch.allclose(row[i], value, rtol=1e-12, atol=1e-14)
 
 
 def test_rows_whose_gradients_have_lost_their_digits_count_as_still() -> None:
