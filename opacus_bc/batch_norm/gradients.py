@@ -134,7 +134,7 @@ def positions(x: Tensor) -> Tensor:
 
 
 # Entries of a CPU work buffer that stays in the cache; fresh pages for a temporary cost more than the sums.
-_BUFFER = 2**18
+_BUFFER = 2**16
 
 
 def weight_gradients(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
