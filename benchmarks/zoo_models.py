@@ -44,7 +44,6 @@ OTHERS = """
     resnetv2_50x1_bit
 """
 
-PIXELS = {"torchvision inception_v3": 96, "timm inception_v3": 96, "timm bat_resnext26ts": 256}
 OPTIONS: dict[str, dict[str, Any]] = {
     # Their auxiliary classifiers need 224 pixels or more; without them the families fit into small images.
     "torchvision inception_v3": {"aux_logits": False, "init_weights": True},

@@ -17,6 +17,7 @@ from opacus_bc import PrivacyEngine
 
 Build = Callable[[], nn.Module]
 SAMPLES, CLASSES, RATE, BOUND = 4, 10, 0.1, 1.0
+SIZES = (32, 64, 96, 256)
 
 
 def data(pixels: int, *, seed: int, samples: int = SAMPLES) -> TensorDataset:
@@ -29,6 +30,22 @@ def data(pixels: int, *, seed: int, samples: int = SAMPLES) -> TensorDataset:
 def public(pixels: int) -> DataLoader[Any]:
     """Two public batches."""
     return DataLoader(data(pixels, seed=1, samples=2 * SAMPLES), batch_size=SAMPLES)
+
+
+def smallest_images(build: Build) -> int:
+    """The smallest size of images on which the plain network trains and evaluates."""
+    for pixels in SIZES:
+        model = build()
+        try:
+            for _ in range(2):
+                logits(model(data(pixels, seed=4, samples=2).tensors[0])).sum().backward()
+                model.eval()
+        except Exception:
+            if pixels == SIZES[-1]:
+                raise
+        else:
+            return pixels
+    raise AssertionError("the last size returns or raises")
 
 
 def logits(output: Any) -> Tensor:
