@@ -18,6 +18,7 @@ from opacus_bc._opacus import (
     GradSampleHooksFastGradientClipping,
     GradSampleModule,
     GradSampleModuleFastGradientClipping,
+    RNNLinear,
     get_gsm_class,
     get_hooks_class,
 )
@@ -53,7 +54,24 @@ class GuardedHooks:
                 f"a second backward pass went through a {kind} after one forward pass (torch.autograd.grad "
                 "is one too): repeat the forward pass, or use clipping='batch'"
             )
-        return super().rearrange_grad_samples(module=module, **kwargs)  # type: ignore[misc]  # see add_hooks
+        found = super().rearrange_grad_samples(module=module, **kwargs)  # type: ignore[misc]  # see add_hooks
+        _refuse_unequal_rows(module, len(found[0][-1]))
+        return found
+
+
+def _refuse_unequal_rows(layer: Any, rows: int) -> None:
+    """Opacus adds a parameter's rows up over its uses, the first one to the first, however many there are.
+
+    Recurrent layers have fewer rows for the end of packed sequences, in the samples' order.
+    """
+    uses = {layer.max_batch_len} if type(layer) is RNNLinear else {rows, layer.max_batch_len}
+    uses |= {len(p._current_grad_sample) for p in layer.parameters() if hasattr(p, "_current_grad_sample")}
+    if len(uses) > 1:
+        raise RuntimeError(
+            f"the parameters of a {type(layer).__name__} were used with {min(uses)} and with {max(uses)} rows in "
+            "one forward pass: rows that are not the same samples would be added up and clipped together. Give "
+            "the layer one row for each sample in every use, or use clipping='batch'"
+        )
 
 
 class PrivateGradSampleModule(GuardedHooks, GradSampleModule):  # type: ignore[misc]  # Opacus is untyped
