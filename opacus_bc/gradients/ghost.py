@@ -175,9 +175,9 @@ _MISSING = (
     "earlier backward was interrupted. Nothing was released; take a new batch"
 )
 _ROWS = (
-    "ghost clipping has norms of {} rows for {} losses: one row must be one sample in every layer (a position "
-    "embedding that runs once for the whole batch, frames or tokens folded into the batch). Nothing was "
-    "released; clipping='batch' does not need that"
+    "ghost clipping has norms of {} rows for {} losses: one row must be one sample in every layer (a "
+    "position embedding that runs once for the whole batch, frames or tokens folded into the batch). "
+    "Nothing was released; clipping='batch' does not need that"
 )
 _HALF_PRECISION = (
     "ghost clipping under autocast: its norms are in half precision and off by up to a per cent, and so "

@@ -68,9 +68,9 @@ def _refuse_unequal_rows(layer: Any, rows: int) -> None:
     uses |= {len(p._current_grad_sample) for p in layer.parameters() if hasattr(p, "_current_grad_sample")}
     if len(uses) > 1:
         raise RuntimeError(
-            f"the parameters of a {type(layer).__name__} were used with {min(uses)} and with {max(uses)} rows in "
-            "one forward pass: rows that are not the same samples would be added up and clipped together. Give "
-            "the layer one row for each sample in every use, or use clipping='batch'"
+            f"the parameters of a {type(layer).__name__} were used with {min(uses)} and {max(uses)} rows in "
+            "one forward pass: rows that are not the same samples would be added up and clipped together. "
+            "Give the layer one row for each sample in every use, or use clipping='batch'"
         )
 
 

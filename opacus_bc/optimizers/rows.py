@@ -27,22 +27,23 @@ def check_rows(rows: Mapping[str, int], delivery: Delivery) -> None:
     for name, count in rows.items():
         if count != delivery.size:
             raise RowsAreNotSamplesError(
-                f"the loader delivered {delivery.size} samples, and {name} has per-sample gradients of {count} "
-                f"rows: {_cause(count, delivery.size)}. Nothing was released. One row must be one sample at "
-                "the input of every layer with trainable parameters; clipping='batch' does not need that"
+                f"the loader delivered {delivery.size} samples, and {name} has per-sample gradients of "
+                f"{count} rows: {_cause(count, delivery.size)}. Nothing was released. One row must be one "
+                "sample at the input of every layer with trainable parameters; clipping='batch' does not "
+                "need that"
             )
 
 
 def _cause(rows: int, samples: int) -> str:
     if rows == 1:
         return (
-            "its layer ran once for the whole batch (a position embedding or a prompt that is spread over the "
-            "samples), so all samples share one row; expand its input to one row a sample"
+            "its layer ran once for the whole batch (a position embedding or a prompt that is spread over "
+            "the samples), so all samples share one row; expand its input to one row a sample"
         )
     if samples and rows % samples == 0:
         return (
-            f"each sample has {rows // samples} of them (several views or frames of a sample, or tokens folded "
-            "into the batch), and each would be clipped by itself"
+            f"each sample has {rows // samples} of them (several views or frames of a sample, or tokens "
+            "folded into the batch), and each would be clipped by itself"
         )
     return (
         "rows were left out, added or folded on the way (a collate function that filters, a mixture of "

@@ -33,7 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "Opacus's flat": {"noise_generator": torch.Generator()},
     "Opacus's per_layer": {"noise_generator": torch.Generator(), "clipping": "per_layer"},
 }
-REFUSED = r"the loader delivered \d+ samples|rows for \d+ losses|with \d+ and with \d+ rows"
+REFUSED = r"the loader delivered \d+ samples|rows for \d+ losses|with \d+ and \d+ rows"
 
 
 class Plain(nn.Module):
