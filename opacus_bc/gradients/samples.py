@@ -26,6 +26,13 @@ from opacus_bc.gradients.ghost import GhostNorms
 from opacus_bc.gradients.output_hooks import hook_outputs
 
 
+class Activations(list[Any]):
+    """A layer's recorded inputs, which are private data: pickles and copies of the layer have none."""
+
+    def __reduce__(self) -> tuple[type[Activations], tuple[()]]:
+        return Activations, ()
+
+
 class GuardedHooks:
     """Refuses backward passes of which Opacus would make wrong per-sample gradients, or none.
 
@@ -36,6 +43,12 @@ class GuardedHooks:
         """Opacus's hooks, on the outputs."""
         super().add_hooks(**kwargs)  # type: ignore[misc]  # a mixin over Opacus's wrappers
         hook_outputs(self)
+
+    def capture_activations_hook(self, module: Any, *inputs_and_output: Any) -> None:
+        """Opacus's forward hook; what it records is never pickled."""
+        if not hasattr(module, "activations"):
+            module.activations = Activations()
+        super().capture_activations_hook(module, *inputs_and_output)  # type: ignore[misc]  # see add_hooks
 
     def rearrange_grad_samples(self, *, module: Any, **kwargs: Any) -> Any:
         """Opacus's first move in a layer's backward hook.
