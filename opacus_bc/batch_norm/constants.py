@@ -15,7 +15,6 @@ from opacus_bc.batch_norm.layers import ConstantStatistics, PolicyLayer
 from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.public.running import untouched_buffers
 
 Feeding = dict[nn.Module, tuple[nn.Module, Tensor] | None]
 
@@ -66,8 +65,7 @@ class ConstantsKeeper(PublicKeeper):
     def start(self) -> None:
         """Try the public data out and take the first constants."""
         super().start()
-        with untouched_buffers(self._model()):
-            self.refresh_constants()
+        self.refresh_constants()
         if self.batches.config.differentiate and not self.followed:
             warnings.warn(
                 "differentiate=True changes nothing here: no BatchNorm layer with trainable weights "

@@ -26,7 +26,14 @@ from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.randomness import fresh_seed, isolated_randomness
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.public.running import batch_input, evaluation_mode, forward, samples, zeros
+from opacus_bc.public.running import (
+    batch_input,
+    evaluation_mode,
+    forward,
+    samples,
+    untouched_buffers,
+    zeros,
+)
 
 # Released variances are noisy differences; below this they would blow the layer up.
 VARIANCE_FLOOR = 1e-3
@@ -196,6 +203,7 @@ class PrivateKeeper(ModelKeeper):
             return
         layers = self.layers()
         self.releases = state["releases"]
+        self.written = {id(layers[name]) for name in state["released"]}
         self._released = [(layers[name], mean, var) for name, (mean, var) in state["released"].items()]
         self._estimated_at = weights_fingerprint(root) if state["current"] else None
 
@@ -229,14 +237,16 @@ class PrivateKeeper(ModelKeeper):
         """
         with self.running() as root, evaluation_mode(root), torch.no_grad():
             self._released.clear()
+            self.written.clear()
             for layer in layers:
                 radius = default_bound(layer.num_features) if bound is None else bound
                 # A fresh seed: with a fixed one, a sample more would shift the others' augmentation.
-                with isolated_randomness(fresh_seed()):
+                with isolated_randomness(fresh_seed()), untouched_buffers(root):
                     total = layer_sum(root, layer, batches, radius)
                 std = self._noise(noise_multiplier, radius)
                 released = total / self.normaliser + noise.normal(total, std)
                 self._released.append((layer, *layer.write_statistics(*statistics_from(released))))
+                self.written.add(id(layer))
             self.releases += 1
             self._estimated_at = weights_fingerprint(root)
 
@@ -254,7 +264,7 @@ def execution_order(root: nn.Module, layers: Sequence[PolicyLayer], batch: objec
     try:
         for layer in layers:
             layer.keeper = None
-        with evaluation_mode(root), torch.no_grad(), isolated_randomness(0):
+        with evaluation_mode(root), untouched_buffers(root), torch.no_grad(), isolated_randomness(0):
             forward(root, zeros(batch_input(batch)))
     finally:
         for handle in handles:

@@ -13,7 +13,7 @@ from numpy.random import Generator
 from torch import nn, optim
 
 from opacus_bc._opacus import AbstractGradSampleModule
-from opacus_bc.alc.choice import make_rule
+from opacus_bc.alc.choice import make_rule, trainable
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import make_draws
@@ -54,7 +54,8 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
     whole = wrapper is not None and plan.mini_sets > 1
     part = part_for(ranks, whole=whole, joint=joint_statistics(plain))
     loader = PrivateDataLoader(data_loader, draws=make_draws(plan, data_loader, generator), part=part)
-    policy.install(undo, normaliser=plan.dataset_size, adjacency=plan.adjacency)
+    trained = dict(trainable(plain, optimizer)).values()
+    policy.install(undo, trained=trained, normaliser=plan.dataset_size, adjacency=plan.adjacency)
     mean = request.loss_reduction == "mean"
     reduction: Reduction | None = None
     guests: tuple[Guest, ...] = ()

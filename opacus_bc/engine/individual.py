@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import DPDataLoader, StockPrivacyEngine, get_optimizer_class
-from opacus_bc.alc.choice import make_rule
+from opacus_bc.alc.choice import make_rule, trainable
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import DrawSource, PoissonBins, WholeBatches, whole_batch
@@ -46,7 +46,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
         _check_adaptive(accountant.mechanism(), request.kind)
     plan = request.plan
     policy = _policy(request)
-    policy.install(undo)
+    policy.install(undo, trained=dict(trainable(request.module, request.inner_optimizer)).values())
     stock = inspect.signature(StockPrivacyEngine.make_private).parameters
     given = {name: getattr(request, name) for name in Request.__dataclass_fields__ if name in stock}
     given["criterion"] = nn.CrossEntropyLoss() if request.criterion is None else request.criterion

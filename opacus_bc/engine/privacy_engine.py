@@ -330,8 +330,9 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         """The plain, releasable module: the object that was made private, without anything added to it.
 
         Running statistics are brought up to date (public data) or released (``"private"``, unless that was
-        done at these weights), buffers are checked, layers get their plain types back, and Opacus's hooks and
-        private activations and gradients are removed.
+        done at these weights). All other buffers and the parameters that were not trained are compared with
+        what was there before. Layers get their plain types back, and Opacus's hooks and private activations
+        and gradients are removed.
 
         Args:
             module: What ``make_private`` returned, or the module inside.
@@ -342,7 +343,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         Raises:
             ValueError: This engine did not make the module private.
             RuntimeError: The private optimizer made more steps than the accountant knows.
-            MovingBufferError: A buffer holds what nobody released.
+            MovingBufferError: A buffer or an untrained parameter holds what nobody released.
         """
         run = self._run_of(module, None)
         if run is None:
@@ -391,7 +392,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
 
         Raises:
             CheckpointError: Something could not be loaded again, so nothing is written.
-            MovingBufferError: A buffer holds private statistics.
+            MovingBufferError: A buffer or an untrained parameter holds what nobody released.
             RuntimeError: The model was finalized, or weights moved without the accountant.
         """
         parts = self._parts(module, optimizer, noise_scheduler, grad_clip_scheduler, lr_scheduler)
@@ -401,7 +402,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             raise ValueError("keep_vars=True would save what hangs on the parameters, raw gradients too")
         self._check_booked()
         if run is not None:
-            run.policy.check_buffers()
+            run.policy.check_untrained(run.optimizer.licence.moved, run.steps)
             if run.ranks is not None and run.ranks.rank != 0:
                 return
         self._checkpoints.save(

@@ -53,7 +53,7 @@ def finished_module(run: Run, accountant: Any) -> nn.Module:
     """The plain module of a run, with statistics up to date and nothing added to it; no more steps."""
     if run.policy.keeper.owes_release and not run.policy.finished:
         recalibrate(run, accountant, noise_multiplier=None, bound=None)
-    run.policy.finish()
+    run.policy.finish(released=run.optimizer.licence.moved, steps=run.steps)
     for guest in run.guests:
         guest.remove()
     hooked = hasattr(run.wrapper, "autograd_grad_sample_hooks")
