@@ -103,9 +103,10 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         batch_norm: Any = None,
         batch_norm_refresh: int = 1,
         alc: ALC | DataLoader[Any] | None = None,
+        compare_public: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Make a training set-up private; arguments as in Opacus, and five more.
+        """Make a training set-up private; arguments as in Opacus, and six more.
 
         **Formal guarantee**: if it raises, module, optimizer, accountant and data loader are what they were.
 
@@ -135,6 +136,8 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             batch_norm_refresh: With individual clipping and public statistics: steps between new ones.
             alc: Adaptive layerwise clipping, with ``clipping="batch"`` or ``"flat"``: a public loader, or an
                 :class:`opacus_bc.ALC`. Its loader also serves BatchNorm if ``batch_norm`` is None.
+            compare_public: Whether the contents of public samples are compared with private ones, as far as
+                that is cheap; see ``opacus_bc.public.contents``.
             **kwargs: What Opacus's adaptive clipping takes; anything else is a TypeError.
 
         Returns:

@@ -193,7 +193,7 @@ def test_what_hangs_on_a_batch_norm_layer_is_released_overwritten_or_refused(pol
 
 
 @both
-def test_a_buffer_that_hangs_on_a_batch_norm_layer_is_watched_from_the_first_forward_on(clipping: str) -> None:
+def test_a_buffer_that_hangs_on_a_batch_norm_layer_is_watched_from_the_first_forward(clipping: str) -> None:
     with pytest.raises(MovingBufferError, match="a training forward moved buffer 'extra'"):
         trained(Hanging("extra", calls=4), clipping, batch_norm=DataLoader(blobs(16, seed=3), batch_size=8))
 
