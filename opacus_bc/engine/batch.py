@@ -18,6 +18,7 @@ from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import make_draws
 from opacus_bc.engine.booking import Booking, check_accountant
+from opacus_bc.engine.release import check_private_rows
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.mechanism.blocks import noise_against_individual_clipping
@@ -56,6 +57,8 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
     loader = PrivateDataLoader(data_loader, draws=make_draws(plan, data_loader, generator), part=part)
     trained = dict(trainable(plain, optimizer)).values()
     policy.install(undo, trained=trained, normaliser=plan.dataset_size, adjacency=plan.adjacency)
+    if policy.name == "private":
+        check_private_rows(plain, data_loader)
     mean = request.loss_reduction == "mean"
     reduction: Reduction | None = None
     guests: tuple[Guest, ...] = ()

@@ -22,7 +22,8 @@ from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.gradients.ghost import GhostCriterion
-from opacus_bc.gradients.samples import wrapped
+from opacus_bc.gradients.probe import CouplingProbe
+from opacus_bc.gradients.samples import without_recording, wrapped
 from opacus_bc.gradients.sequences import SortedSequences
 from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.mechanism.names import Sampling
@@ -34,7 +35,7 @@ from opacus_bc.optimizers.samples import IndividualClippingOptimizer, SampleOpti
 from opacus_bc.optimizers.stock import GUARDED, GhostOptimizer
 from opacus_bc.parallel.ddp import part_of_batch
 from opacus_bc.parallel.ranks import Ranks
-from opacus_bc.parallel.wrappers import LateWrapping
+from opacus_bc.parallel.wrappers import LateWrapping, unwrap
 
 
 def build_individual(request: Request, accountant: Any, noise: SecureNoise | None, undo: ExitStack) -> Run:
@@ -44,6 +45,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     _check_bounds(request)
     if request.clipping == "adaptive":
         _check_adaptive(accountant.mechanism(), request.kind)
+    _warn_of_weighted_mean(request)
     plan = request.plan
     policy = _policy(request)
     policy.install(undo, trained=dict(trainable(request.module, request.inner_optimizer)).values())
@@ -54,7 +56,13 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     made = _Build(request, noise, undo).make_private(**given, **request.extra)
     wrapper, optimizer, *criterion, loader = made
     optimizer.booking = Booking(accountant, plan)
-    guests: tuple[Guest, ...] = (SortedSequences(request.module),)
+    probe = CouplingProbe(
+        unwrap(request.module),
+        batch_first=request.batch_first,
+        paused=partial(without_recording, wrapper),
+        where=wrapper if request.grad_sample_mode == "ew" else None,
+    )
+    guests: tuple[Guest, ...] = (SortedSequences(request.module), probe)
     if not request.distributed:
         guests = (*guests, LateWrapping(request.module))
     return Run(
@@ -229,6 +237,19 @@ def _check_bounds(request: Request) -> None:
         raise ValueError(f"max_grad_norm has {len(bounds)} bounds for {trainable} trainable parameters")
     for place, bound in enumerate(bounds):
         check_positive(f"max_grad_norm[{place}]", bound)
+
+
+def _warn_of_weighted_mean(request: Request) -> None:
+    """Say where a criterion divides by a sum over the batch; ghost clipping takes one loss a sample."""
+    criterion = request.criterion
+    weighted = isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.weight is not None
+    if weighted and criterion.reduction == "mean" and request.grad_sample_mode != "ghost":
+        warnings.warn(
+            f"{type(criterion).__name__}(weight=...) divides the batch's loss by the sum of its weights, so "
+            "one label changes the gradients of all samples, and epsilon does not hold: use reduction='none' "
+            "and take the mean of what it returns",
+            stacklevel=users_level(),
+        )
 
 
 def _check_adaptive(mechanism: str, sampling: Sampling) -> None:

@@ -6,7 +6,8 @@ sample's share is only as good as these rows: what would pair or count them wron
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -111,6 +112,19 @@ GUARDED: Mapping[type, type] = MappingProxyType(
         GradSampleHooksFastGradientClipping: PrivateGhostHooks,
     }
 )
+
+
+@contextmanager
+def without_recording(wrapper: Any) -> Iterator[None]:
+    """While it is open, forward and backward passes leave no per-sample gradients; not of ExpandedWeights."""
+    hooks = isinstance(wrapper, GradSampleHooks) and wrapper.hooks_enabled
+    if hooks:
+        wrapper.disable_hooks()
+    try:
+        yield
+    finally:
+        if hooks:
+            wrapper.enable_hooks()
 
 
 def wrapped(
