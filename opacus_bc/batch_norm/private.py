@@ -296,8 +296,9 @@ def check_rows_apart(root: nn.Module, layers: Sequence[PolicyLayer], batch: obje
             if found is not None:
                 raise ValueError(
                     f"batch_norm='private': replacing one sample changes what other samples bring to "
-                    f"{found}, so one sample would move the released sum by more than its bound. Use public data or "
-                    "batch_norm='batch', or let every sample pass through the model by itself in evaluation"
+                    f"{found}, so one sample would move the released sum by more than its bound. Use "
+                    "public data or batch_norm='batch', or let every sample pass through the model by itself in "
+                    "evaluation"
                 )
 
 

@@ -56,6 +56,14 @@ class DetachedMean(Plain):
         return hidden - hidden.detach().mean(0)
 
 
+class StraightThrough(Plain):
+    """Adds nothing to the values, and the mean of all samples to the gradient."""
+
+    def meet(self, hidden: Tensor) -> Tensor:
+        mean = hidden.mean(0)
+        return hidden + (mean - mean.detach())
+
+
 class CentredLogits(Plain):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -118,7 +126,18 @@ class SequenceFirst(Plain):
         return out
 
 
-COUPLED = [Centred, DetachedMean, CentredLogits, CentredInput, Distances, MixUp, Flipped, Attention, Largest]
+COUPLED = [
+    Centred,
+    DetachedMean,
+    StraightThrough,
+    CentredLogits,
+    CentredInput,
+    Distances,
+    MixUp,
+    Flipped,
+    Attention,
+    Largest,
+]
 BY_LAYOUT = [Positions, SequenceFirst]
 
 
