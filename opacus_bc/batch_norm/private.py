@@ -297,8 +297,8 @@ def check_rows_apart(root: nn.Module, layers: Sequence[PolicyLayer], batch: obje
                 raise ValueError(
                     f"batch_norm='private': replacing one sample changes what other samples bring to "
                     f"{found}, so one sample would move the released sum by more than its bound. Use "
-                    "public data or batch_norm='batch', or let every sample pass through the model by itself in "
-                    "evaluation"
+                    "public data or batch_norm='batch', or let every sample pass through the model "
+                    "by itself in evaluation"
                 )
 
 
