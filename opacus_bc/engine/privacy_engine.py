@@ -21,7 +21,8 @@ from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.booking import check_accountant, check_booked
 from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
 from opacus_bc.engine.individual import build_individual
-from opacus_bc.engine.release import finished_module, recalibrate, reserved_releases
+from opacus_bc.engine.limit import Limit
+from opacus_bc.engine.release import final_release, finished_module, recalibrate, reserved_releases
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.resume.checkpoints import Checkpoints, check_savable
 from opacus_bc.engine.resume.parts import Parts
@@ -70,6 +71,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         self.secure_mode = secure_mode
         self.dataset: Any = None
         self._runs: list[Run] = []
+        self._limit: Limit | None = None
         self._checkpoints = Checkpoints()
         if accountant == "gdp":
             warnings.warn(
@@ -160,6 +162,8 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         self.dataset = data_loader.dataset
         run.optimizer.licence.take_over(run.policy.keeper.after_step)
         self._runs.append(run)
+        if self._limit is not None:
+            run.obey(self._limit)
         return run.returned
 
     def _warn_of_others(self, run: Run) -> None:
@@ -230,6 +234,37 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         result = self.make_private(**given, noise_multiplier=effective / share)
         self._runs[-1].optimizer.licence.planned_steps = epochs * len(data_loader)
         return result
+
+    def stop_at(self, epsilon: float, delta: float) -> None:
+        """End training before more than ``(epsilon, delta)`` is spent by all runs of this engine together.
+
+        Loaders that ``make_private`` returned, and will return, deliver no draw whose step the budget does
+        not cover: loops over them end by themselves. A step beyond it is refused before anything moves. The
+        final release of ``batch_norm="private"`` is reserved.
+
+        **Formal guarantee**: :meth:`get_epsilon` at ``delta`` stays at most ``epsilon``, ``finalize``
+        included. When training ends follows from public constants alone.
+
+        **Edge cases**: what was spent already counts. ``recalibrate_batch_norm`` during training is booked
+        as ever and shortens the rest. A new call replaces the budget.
+
+        Args:
+            epsilon: The most that may be spent.
+            delta: At which delta.
+        """
+        warn_of_large_delta(delta, [run.data_loader for run in self._runs])
+        limit = Limit(self.accountant, epsilon=epsilon, delta=delta, reserved=self._reserved)
+        if self.accountant.history and self.get_epsilon(delta, allow_unprotected=True) > epsilon:
+            raise ValueError(
+                f"epsilon={epsilon:g} at delta={delta:g} is spent already: "
+                f"{self.get_epsilon(delta, allow_unprotected=True):.4g}"
+            )
+        self._limit = limit
+        for run in self._runs:
+            run.obey(limit)
+
+    def _reserved(self) -> tuple[tuple[float, Any], ...]:
+        return tuple(found for run in self._runs if (found := final_release(run)) is not None)
 
     def get_epsilon(self, delta: float, *, allow_unprotected: bool = False) -> float:
         """Epsilon spent so far at ``delta``; infinite if any step was taken without noise.

@@ -22,6 +22,7 @@ from opacus_bc.batch_norm.private import (
 )
 from opacus_bc.engine.booking import book_release
 from opacus_bc.engine.run import Run
+from opacus_bc.mechanism.names import Adjacency
 from opacus_bc.parallel.wrappers import unwrap
 from opacus_bc.public.row_tests import row_count
 
@@ -61,6 +62,14 @@ def reserved_releases(accountant: Any, module: nn.Module, batch_norm: Any) -> tu
             "calibration: use PrivacyEngine(accountant='fdp')"
         )
     return (release_multiplier(config.noise_multiplier, len(layers)),)
+
+
+def final_release(run: Run) -> tuple[float, Adjacency] | None:
+    """The noise multiplier and adjacency of the release that ``finalize`` will make, if it will make one."""
+    keeper, policy = run.policy.keeper, run.policy
+    if not isinstance(keeper, PrivateKeeper) or policy.finished:
+        return None
+    return release_multiplier(keeper.config.noise_multiplier, max(1, len(policy.layers))), keeper.adjacency
 
 
 def finished_module(run: Run, accountant: Any) -> nn.Module:
