@@ -14,7 +14,6 @@ from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper
 from opacus_bc.batch_norm.tracing import tracing
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.public.running import untouched_buffers
 
 
 class ConstantsKeeper(PublicKeeper):
@@ -33,8 +32,7 @@ class ConstantsKeeper(PublicKeeper):
     def start(self) -> None:
         """Try the public data out and take the first constants."""
         super().start()
-        with untouched_buffers(self._model()):
-            self.refresh_constants()
+        self.refresh_constants()
         if self.not_followed:
             which = "; ".join(f"{name}: {reason}" for name, reason in self.not_followed.items())
             warnings.warn(
