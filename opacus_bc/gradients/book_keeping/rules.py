@@ -8,7 +8,7 @@ modes and layers that use several parameters need no rules of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,14 @@ from opacus_bc.batch_norm.gradients import (
 )
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.convolution import Convolution
-from opacus_bc.gradients.book_keeping.products import ConvolutionProduct, Entry, LinearProduct, Product, Rows
+from opacus_bc.gradients.book_keeping.products import (
+    ConvolutionProduct,
+    Entry,
+    LinearProduct,
+    OwnRows,
+    Product,
+    Rows,
+)
 from opacus_bc.mechanism.clipping import accumulation_dtype
 
 Rule = Callable[..., Tensor]
@@ -301,11 +308,21 @@ def embedding(
 def add(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
     """A parameter that is added to every sample, as position embeddings are."""
     output = torch.add(book.plain(input), book.plain(other), alpha=alpha)
+    return _added(book, output, input, other, alpha)
 
+
+def add_(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    """The same in place, where that can be seen by nobody but the samples."""
+    if book.is_parameter(input) or input._is_view():
+        raise _no_rule("add_", book, input if book.is_parameter(input) else other)
+    return _added(book, input.add_(book.plain(other), alpha=alpha), input, other, alpha)
+
+
+def _added(book: Book, output: Tensor, input: Any, other: Any, alpha: float) -> Tensor:
     def note(grad: Tensor) -> None:
         for value, factor in ((input, 1.0), (other, alpha)):
             if book.wants(value):
-                book.add(value, Rows(_reduced(_wide(grad), value) * factor))
+                book.add(value, _spread(_wide(grad) * factor, value))
 
     _refuse_rows(book, output, input, other)
     return book.tap(output, note)
@@ -317,10 +334,44 @@ def multiply(book: Book, input: Any, other: Any) -> Tensor:
     output = torch.mul(book.plain(input), book.plain(other))
 
     def note(grad: Tensor, *held: Tensor) -> None:
-        book.add(parameter, Rows(_reduced(_wide(grad) * held[0], parameter)))
+        book.add(parameter, _spread(_wide(grad) * held[0], parameter))
 
     _refuse_rows(book, output, parameter)
     return book.tap(output, note, *((value,) if book.wants(parameter) else ()))
+
+
+def join(book: Book, tensors: Any, dim: int = 0) -> Tensor:
+    """``torch.cat``: parameters beside the samples, as class tokens are."""
+    output = torch.cat([book.plain(each) for each in tensors], dim)
+    return _joined(book, output, tensors, dim, lambda g: torch.split(g, [t.shape[dim] for t in tensors], dim))
+
+
+def stack(book: Book, tensors: Any, dim: int = 0) -> Tensor:
+    """``torch.stack``."""
+    output = torch.stack([book.plain(each) for each in tensors], dim)
+    return _joined(book, output, tensors, dim, lambda grad: grad.unbind(dim))
+
+
+def _joined(
+    book: Book, output: Tensor, tensors: Any, dim: int, apart: Callable[[Tensor], Sequence[Tensor]]
+) -> Tensor:
+    if dim % output.dim() == 0:  # what was a sample's row is another one's now
+        raise _no_rule("cat", book, *filter(book.is_parameter, tensors))
+    _refuse_rows(book, tensors[0], *tensors)
+
+    def note(grad: Tensor) -> None:
+        for value, part in zip(tensors, apart(_wide(grad)), strict=True):
+            if book.wants(value):
+                book.add(value, _spread(part, value))
+
+    return book.tap(output, note)
+
+
+def _spread(grad: Tensor, value: Tensor) -> Entry:
+    """Every sample's gradient of a value that was broadcast to all of them, or has a row for each."""
+    if value.dim() == grad.dim() and len(value) == len(grad) != 1:
+        return OwnRows(_reduced(grad, value[0]))
+    return Rows(_reduced(grad, value))
 
 
 def _reduced(grad: Tensor, value: Tensor) -> Tensor:
@@ -331,21 +382,13 @@ def _reduced(grad: Tensor, value: Tensor) -> Tensor:
 
 
 def _refuse_rows(book: Book, output: Tensor, *values: Any) -> None:
-    """A parameter that has a row for each sample is not broadcast to them: its rows are no samples."""
+    """A parameter of the model's that has a row for each sample: which one is whose depends on the draw."""
     for value in values:
-        if book.is_parameter(value) and value.dim() == output.dim() and len(value) == len(output) != 1:
+        if book.is_own(value) and value.dim() == output.dim() and len(value) == len(output) != 1:
             raise BookKeepingError(
                 f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to "
                 "its samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
             )
-
-
-def expand(book: Book, input: Tensor, *sizes: Any) -> Tensor:
-    """A parameter with one row that is repeated for every sample, as class tokens are."""
-    output = input.detach().expand(*sizes)
-    if output.dim() == input.dim() and len(input) != 1:
-        raise _no_rule("expand", book, input)
-    return book.tap(output, lambda grad: book.add(input, Rows(_reduced(_wide(grad), input))))
 
 
 def row_by_row(
@@ -420,9 +463,14 @@ RULES: dict[Any, Rule] = {
     Tensor.add: add,
     Tensor.__add__: add,
     Tensor.__radd__: add,
+    Tensor.add_: add_,
+    Tensor.__iadd__: add_,
     torch.mul: multiply,
     Tensor.mul: multiply,
     Tensor.__mul__: multiply,
     Tensor.__rmul__: multiply,
-    Tensor.expand: expand,
+    torch.cat: join,
+    torch.concat: join,
+    torch.concatenate: join,
+    torch.stack: stack,
 }
