@@ -15,6 +15,7 @@ from opacus_bc.gradients.book_keeping.products import (
     ConvolutionProduct,
     Entry,
     LinearProduct,
+    OwnRows,
     Rows,
     Term,
     WithTerms,
@@ -104,6 +105,10 @@ class Book:
             id(value) in self._derived or (id(value) in self.names and value.requires_grad)
         )
 
+    def is_own(self, value: object) -> bool:
+        """Whether it is a trainable parameter of the model itself, and no function of some."""
+        return isinstance(value, Tensor) and id(value) in self.names and self.is_parameter(value)
+
     def is_sample(self, value: object) -> bool:
         """Whether this tensor was computed from the batch."""
         if not isinstance(value, Tensor) or self.is_parameter(value):
@@ -185,7 +190,11 @@ class Book:
     def add(self, parameter: Tensor, entry: Entry) -> None:
         """Write down all samples' gradients of one use of a parameter."""
         before = self._entries.get(id(parameter))
-        self._entries[id(parameter)] = entry if before is None else Rows(before.rows() + entry.rows())
+        if isinstance(before, OwnRows) and isinstance(entry, OwnRows):
+            entry = OwnRows(before.values + entry.values)
+        elif before is not None:
+            entry = Rows(before.rows() + entry.rows())
+        self._entries[id(parameter)] = entry
 
     def add_term(self, parameter: Tensor, factors: Tensor, direction: Tensor) -> None:
         """Write down what the samples add to a parameter's gradient through public statistics."""
@@ -240,18 +249,46 @@ class Book:
             entry = self._entries.pop(key, None)
             if entry is None:
                 continue
-            grads = torch.autograd.grad(
-                value,
-                [leaf for _, leaf in leaves],
-                entry.rows(),
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-            for (owner, _), grad in zip(leaves, grads, strict=True):
+            for (owner, _), grad in zip(leaves, _chained(value, leaves, entry), strict=True):
                 if grad is not None:
                     before = self._entries.get(owner)
                     self._entries[owner] = Rows(grad if before is None else before.rows() + grad)
+
+
+def _chained(value: Tensor, leaves: Sequence[tuple[int, Tensor]], entry: Entry) -> list[Tensor | None]:
+    """All samples' gradients of the leaves from those of a function of them.
+
+    Raises:
+        BookKeepingError: The function has a row for each sample, and the rows are not alike.
+    """
+    if isinstance(entry, OwnRows):
+        _refuse_different_rows(value, leaves, entry)
+    return _pulled(value, leaves, entry)
+
+
+def _refuse_different_rows(value: Tensor, leaves: Sequence[tuple[int, Tensor]], entry: OwnRows) -> None:
+    """Rows that differ as functions of the parameters tell a sample by its place in the batch.
+
+    Then a sample that joins the batch would move the others' places, and their gradients with it.
+    """
+    direction = torch.randn(entry.values.shape[1:], generator=torch.Generator().manual_seed(0))
+    alike = OwnRows(direction.to(entry.values).expand_as(entry.values))
+    for grad in _pulled(value, leaves, alike):
+        if grad is not None and not torch.allclose(grad, grad[:1].expand_as(grad), rtol=1e-4, atol=1e-6):
+            raise BookKeepingError(
+                "a function of parameters has a different row for each place in the batch, so that a "
+                "sample's gradient depends on where it stands: use the same row for all samples"
+            )
+
+
+def _pulled(value: Tensor, leaves: Sequence[tuple[int, Tensor]], entry: Entry) -> list[Tensor | None]:
+    parts = entry.parts() if isinstance(entry, OwnRows) else [entry.rows()]
+    inputs = [leaf for _, leaf in leaves]
+    found = [
+        torch.autograd.grad(value, inputs, part, retain_graph=True, allow_unused=True, is_grads_batched=True)
+        for part in parts
+    ]
+    return [None if grads[0] is None else torch.cat(grads) for grads in zip(*found, strict=True)]
 
 
 def _node_of(leaf: Tensor) -> torch.autograd.graph.Node:

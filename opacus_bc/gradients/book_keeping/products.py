@@ -6,7 +6,7 @@ with given weights, and the gradients themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from opacus_bc.gradients.book_keeping.convolution import Convolution
 from opacus_bc.gradients.book_keeping.grams import gram, gram_squares, margin
 from opacus_bc.mechanism.clipping import row_norms
 
+_PIECE = 2**22  # floats that are instantiated at once
 _TOLERATED = 0.02  # of a squared norm: by how much its upper bound may exceed it
 
 
@@ -86,6 +87,43 @@ class Joined:
         """Every parameter's sum over samples of weight times gradient."""
         parts = torch.split(self.entry.weighted_sum(weights), [shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Gradients of a function of parameters that has a row for each sample, of which each uses its own.
+
+    A class token is repeated for every sample; a recurrent layer multiplies a first state of zeros.
+
+    Attributes:
+        values: Every sample's gradient of its own row; of the other rows it is zero.
+    """
+
+    values: Tensor
+
+    def norms(self) -> Tensor:
+        """See :class:`Entry`."""
+        return row_norms(self.values)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """See :class:`Entry`."""
+        return weights.to(self.values.dtype).view(-1, *(1 for _ in self.values.shape[1:])) * self.values
+
+    def rows(self) -> Tensor:
+        """See :class:`Entry`."""
+        return torch.cat(list(self.parts()))
+
+    def parts(self) -> Iterator[Tensor]:
+        """The rows in pieces: they are almost all zeros, and as many as the samples' square."""
+        samples = torch.arange(len(self.values), device=self.values.device)
+        for some in torch.split(samples, max(1, _PIECE // max(1, self.values.numel()))):
+            part = self.values.new_zeros(len(some), *self.values.shape)
+            part[some - some[0], some] = self.values[some]
+            yield part
+
+    def only(self, keep: Tensor) -> Rows:
+        """See :class:`Entry`."""
+        return Rows(self.rows()[keep])
 
 
 class Product(Entry, Protocol):

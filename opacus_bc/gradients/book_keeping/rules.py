@@ -8,7 +8,7 @@ modes and layers that use several parameters need no rules of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,14 @@ from opacus_bc.batch_norm.gradients import (
 )
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.convolution import Convolution
-from opacus_bc.gradients.book_keeping.products import ConvolutionProduct, Entry, LinearProduct, Product, Rows
+from opacus_bc.gradients.book_keeping.products import (
+    ConvolutionProduct,
+    Entry,
+    LinearProduct,
+    OwnRows,
+    Product,
+    Rows,
+)
 from opacus_bc.mechanism.clipping import accumulation_dtype
 
 Rule = Callable[..., Tensor]
@@ -301,12 +308,23 @@ def embedding(
 def add(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
     """A parameter that is added to every sample, as position embeddings are."""
     output = torch.add(book.plain(input), book.plain(other), alpha=alpha)
+    return _added(book, output, input, other, alpha)
+
+
+def add_(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    """The same in place, where that can be seen by nobody but the samples."""
+    if book.is_parameter(input) or input._is_view():
+        raise _no_rule("add_", book, input if book.is_parameter(input) else other)
+    return _added(book, input.add_(book.plain(other), alpha=alpha), input, other, alpha)
+
+
+def _added(book: Book, output: Tensor, input: Any, other: Any, alpha: float) -> Tensor:
     input, other = (_broadcast(book, value, output) for value in (input, other))
 
     def note(grad: Tensor) -> None:
         for value, factor in ((input, 1.0), (other, alpha)):
             if book.wants(value):
-                book.add(value, Rows(_reduced(_wide(grad), value) * factor))
+                book.add(value, _spread(_wide(grad) * factor, value))
 
     return book.tap(output, note)
 
@@ -319,23 +337,34 @@ def multiply(book: Book, input: Any, other: Any) -> Tensor:
 
     def note(grad: Tensor, *held: Tensor) -> None:
         if held:
-            book.add(parameter, Rows(_reduced(_wide(grad) * held[0], parameter)))
+            book.add(parameter, _spread(_wide(grad) * held[0], parameter))
 
     return book.tap(output, note, *((value,) if book.wants(parameter) else ()))
 
 
-def concatenate(book: Book, tensors: Any, dim: int = 0) -> Tensor:
-    """A parameter that stands next to every sample, as class tokens do."""
+def join(book: Book, tensors: Any, dim: int = 0) -> Tensor:
+    """``torch.cat``: parameters beside the samples, as class tokens are."""
     output = torch.cat([book.plain(each) for each in tensors], dim)
-    if dim % output.dim() == 0:
-        raise _no_rule("cat along the samples", book, *filter(book.is_parameter, tensors))
-    parts = [_broadcast(book, each, output) for each in tensors]
-    sizes = [each.shape[dim] for each in tensors]
+    return _joined(book, output, tensors, dim, lambda g: torch.split(g, [t.shape[dim] for t in tensors], dim))
+
+
+def stack(book: Book, tensors: Any, dim: int = 0) -> Tensor:
+    """``torch.stack``."""
+    output = torch.stack([book.plain(each) for each in tensors], dim)
+    return _joined(book, output, tensors, dim, lambda grad: grad.unbind(dim))
+
+
+def _joined(
+    book: Book, output: Tensor, tensors: Any, dim: int, apart: Callable[[Tensor], Sequence[Tensor]]
+) -> Tensor:
+    if dim % output.dim() == 0:  # what was a sample's row is another one's now
+        raise _no_rule("cat", book, *filter(book.is_parameter, tensors))
+    values = [_broadcast(book, each, output) for each in tensors]
 
     def note(grad: Tensor) -> None:
-        for part, value in zip(torch.split(_wide(grad), sizes, dim), parts, strict=True):
+        for value, part in zip(values, apart(_wide(grad)), strict=True):
             if book.wants(value):
-                book.add(value, Rows(_reduced(part, value)))
+                book.add(value, _spread(part, value))
 
     return book.tap(output, note)
 
@@ -344,6 +373,13 @@ def expand_as(book: Book, input: Tensor, other: Tensor) -> Tensor:
     """A parameter in the shape of a sample's tensor, of which nothing but the shape is used."""
     expanded: Tensor = book.derive(book.twin(input).expand(other.shape))
     return expanded
+
+
+def _spread(grad: Tensor, value: Tensor) -> Entry:
+    """Every sample's gradient of a value that was broadcast to all of them, or has a row for each."""
+    if value.dim() == grad.dim() and len(value) == len(grad) != 1:
+        return OwnRows(_reduced(grad, value[0]))
+    return Rows(_reduced(grad, value))
 
 
 def _reduced(grad: Tensor, value: Tensor) -> Tensor:
@@ -359,15 +395,18 @@ def _broadcast(book: Book, value: Any, output: Tensor) -> Any:
     One that was expanded to a row for each sample has the same row for all: the first one is taken.
 
     Raises:
-        BookKeepingError: It has rows of its own, which may or may not be the samples'.
+        BookKeepingError: It is a parameter of the model with several rows: which one is whose would depend on
+            the order of the batch.
     """
     if not book.is_parameter(value) or value.dim() < output.dim() or len(value) == 1:
         return value
     if value.stride(0) == 0:
         return book.derive(book.twin(value)[:1])
+    if not book.is_own(value):
+        return value  # the book looks whether its rows are alike
     raise BookKeepingError(
-        f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to its "
-        "samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
+        f"{book.name_of(value)} has {len(value)} rows and meets the batch's: which sample meets which row "
+        "depends on the order of the batch. Let it have one row, or use clipping='batch'"
     )
 
 
@@ -443,11 +482,15 @@ RULES: dict[Any, Rule] = {
     Tensor.add: add,
     Tensor.__add__: add,
     Tensor.__radd__: add,
+    Tensor.add_: add_,
+    Tensor.__iadd__: add_,
     torch.mul: multiply,
     Tensor.mul: multiply,
     Tensor.__mul__: multiply,
     Tensor.__rmul__: multiply,
-    torch.cat: concatenate,
-    torch.concat: concatenate,
+    torch.cat: join,
+    torch.concat: join,
+    torch.concatenate: join,
+    torch.stack: stack,
     Tensor.expand_as: expand_as,
 }
