@@ -34,10 +34,10 @@ import performance_networks as networks
 import torch
 from opacus import PrivacyEngine as StockEngine
 from performance_page import write_page
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_bc import PrivacyEngine
+from opacus_bc import PrivacyEngine, PublicStatistics
 from opacus_bc.accounting import query
 from opacus_bc.accounting.lattice import Step
 from opacus_bc.experiments.training.measure import TensorMemory
@@ -49,13 +49,24 @@ METHODS = (
     "GBC s=32",
     "GBC s=16",
     "GBC s=8",
+    "IC + public BatchNorm, bk",
+    "IC + public BatchNorm, bk, differentiated",
+    "IC + public BatchNorm, bk, secure",
     "IC + public BatchNorm, hooks",
     "IC + public BatchNorm, ghost",
     "Opacus, hooks",
     "Opacus, ghost",
     "Opacus, functorch",
 )
-GROWING = ("plain SGD", "BC", "GBC s=16", "IC + public BatchNorm, hooks", "Opacus, hooks", "Opacus, ghost")
+GROWING = (
+    "plain SGD",
+    "BC",
+    "GBC s=16",
+    "IC + public BatchNorm, bk",
+    "IC + public BatchNorm, hooks",
+    "Opacus, hooks",
+    "Opacus, ghost",
+)
 BATCH, REFRESH, ROUND_SECONDS = 64, 10, 0.3
 NEVER = 10**9
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -71,10 +82,16 @@ def examples(network: str, batch: int) -> tuple[TensorDataset, TensorDataset]:
 Stepper = Callable[[], None]
 
 
-def stepper(
+def stepper(*setting: Any, refresh: int = REFRESH) -> Stepper:
+    """A function that trains one logical step."""
+    return prepared(*setting, refresh=refresh)[0]
+
+
+def prepared(
     method: str, network: str, batch: int, data: TensorDataset, public: TensorDataset, refresh: int = REFRESH
-) -> Stepper:
-    """A function that trains one logical step of ``method``."""
+) -> tuple[Stepper, list[Tensor]]:
+    """A function that trains one logical step of ``method``, and the public data that it keeps."""
+    kept: list[Tensor] = []
     torch.manual_seed(0)
     private = method != "plain SGD"
     individual, stock = method.startswith(("IC", "Opacus")), method.startswith("Opacus")
@@ -89,16 +106,20 @@ def stepper(
         if not individual:
             options = {"clipping": "batch", "mini_batch_size": size}
         if not stock:
-            options["batch_norm"] = DataLoader(TensorDataset(*public.tensors), batch_size=batch // 4 or 2)
+            source = DataLoader(TensorDataset(*public.tensors), batch_size=batch // 4 or 2)
+            options["batch_norm"] = PublicStatistics(loader=source, differentiate="differentiated" in method)
         if individual and not stock:
             options["batch_norm_refresh"] = refresh
         # Without Poisson sampling every method gets exactly `batch` samples a step: times can be compared.
-        made = (StockEngine(accountant="rdp") if stock else PrivacyEngine()).make_private(
+        engine = StockEngine(accountant="rdp") if stock else PrivacyEngine(secure_mode="secure" in method)
+        made = engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
             poisson_sampling=False, **options,
         )  # fmt: skip
         model, optimizer, loader = made[0], made[1], made[-1]
         criterion = made[2] if len(made) == 4 else criterion
+        if not stock:
+            kept = [one for one in engine._runs[-1].policy.keeper.batches.all() if isinstance(one, Tensor)]
 
     def endless() -> Iterator[Any]:
         while True:
@@ -113,7 +134,7 @@ def stepper(
             criterion(model(x), y).backward()
             optimizer.step()
 
-    return step
+    return step, kept
 
 
 def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> list[dict[str, Any]]:
@@ -174,11 +195,12 @@ def spread(ratios: list[float]) -> dict[str, float]:
 
 
 def peak(method: str, network: str, batch: int) -> int:
-    """Bytes of all tensors but the data at the peak of two steps."""
+    """Bytes of all tensors but the private and public data at the peak of two steps."""
     parts = examples(network, batch)
     memory = TensorMemory(outside=[tensor for part in parts for tensor in part.tensors])
     with memory:
-        step = stepper(method, network, batch, *parts)
+        step, public = prepared(method, network, batch, *parts)
+        memory.leave_out(public)
         for _ in range(2):
             step()
     return memory.peak

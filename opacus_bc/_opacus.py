@@ -19,7 +19,7 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
 )
 from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
 from opacus.grad_sample.utils import get_gsm_class, get_hooks_class
-from opacus.layers.dp_rnn import DPRNNBase
+from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from opacus.optimizers import (
     AdaClipDPOptimizer,
     DistributedDPOptimizer,
@@ -54,6 +54,7 @@ __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "IAccountant",
+    "RNNLinear",
     "SimpleDistributedPerLayerOptimizer",
     "StockBatchMemoryManager",
     "StockPrivacyEngine",

@@ -1,4 +1,4 @@
-"""What private forwards must not move: found while training, and (buffers) checked before a release."""
+"""What private forwards must not move, found in the first training forwards; see also ``snapshot.py``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
+from opacus_bc.batch_norm.layers import STATISTICS
 from opacus_bc.mechanism.types import Memo, State
 
 Owned = tuple[str, nn.Module, str]
@@ -31,30 +32,37 @@ def _weight_only(module: nn.Module, name: str) -> bool:
     return any(name in (f"{hook.name}_u", f"{hook.name}_v") for hook in old_style)
 
 
-def _is_counter(value: Tensor) -> bool:
+def is_counter(value: Tensor) -> bool:
+    """Whether a buffer is one whole number."""
     return value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
 
 
-def watched(module: nn.Module, leave_out: frozenset[int] = frozenset()) -> Iterator[tuple[Owned, Tensor]]:
-    """Every buffer that private data could move; a policy answers for modules with an id in ``leave_out``."""
+def watched(
+    module: nn.Module, leave_out: frozenset[int] = frozenset(), *, empty: bool = False
+) -> Iterator[tuple[Owned, Any]]:
+    """Every buffer that private data could move, with ``empty`` those that are None as well.
+
+    A policy answers for the statistics of modules with an id in ``leave_out``, and for nothing else of them.
+    """
     for path, child in module.named_modules():
-        if id(child) in leave_out:
-            continue
         for name, value in child._buffers.items():
-            if value is not None and not _weight_only(child, name):
+            answered = id(child) in leave_out and name in STATISTICS
+            if not answered and (empty or value is not None) and not _weight_only(child, name):
                 yield (path, child, name), value
 
 
-def _same(before: Tensor, after: Tensor) -> bool:
+def same(before: Tensor, after: Tensor) -> bool:
+    """Whether a buffer is what it was; a counter may have grown by one."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
-    if _is_counter(before):  # one more for one more forward says nothing about the data
+    if is_counter(before):  # one more for one more forward says nothing about the data
         return int(after) - int(before) in (0, 1)
     difference = (before != after) & ~((before != before) & (after != after))
     return not bool(difference.any())
 
 
-def _owner(owned: Owned) -> str:
+def owner(owned: Owned) -> str:
+    """What a message calls a buffer."""
     path, module, name = owned
     return f"buffer {name!r} of {path or 'the module'} ({type(module).__name__})"
 
@@ -98,7 +106,8 @@ class _Watch:
 class BufferWatch(_Watch):
     """Compares buffers around the first training forwards, also of a part that is called on its own.
 
-    Counters may grow by one; spectral norm's vectors and modules whose ``id`` is in ``leave_out`` may move.
+    Counters may grow by one; spectral norm's vectors may move, and so may the statistics of modules whose
+    ``id`` is in ``leave_out``.
     """
 
     def __init__(self, root: nn.Module, leave_out: frozenset[int] = frozenset()) -> None:
@@ -119,15 +128,18 @@ class BufferWatch(_Watch):
         before = self._before.pop(id(module), None)
         if before is None:
             return
+        held = {(id(child), name) for (_, child, name), _ in before}
+        now = [owned for owned, _ in watched(module, self.leave_out)]
+        moved = [owned for owned in now if (id(owned[1]), owned[2]) not in held]
         for owned, value in before:
-            _, owner, name = owned
-            after = owner._buffers.get(name)
-            if after is None or not _same(value, after):
-                raise MovingBufferError(
-                    f"a training forward moved {_owner(owned)}: it would carry private statistics out with "
-                    "the model, without noise. Leave it unchanged in training mode, or update it from "
-                    "public data"
-                )
+            after = owned[1]._buffers.get(owned[2])
+            if after is None or not same(value, after):
+                moved.append(owned)
+        if moved:
+            raise MovingBufferError(
+                f"a training forward moved {owner(moved[0])}: it would carry private statistics out with the "
+                "model, without noise. Leave it unchanged in training mode, or update it from public data"
+            )
         if id(module) == self._root or len(self._handles) == 2:
             self._seen_one()
 
@@ -168,20 +180,3 @@ def _marks(module: nn.Module) -> dict[str, Tensor]:
         for name, p in module.named_parameters()
         if type(p) is nn.Parameter and p.is_floating_point() and not isinstance(p.data, DTensor)
     }
-
-
-def snapshot(module: nn.Module) -> Held:
-    """All buffers that private data could move, cloned; counters are left out."""
-    return [(o, value.detach().clone()) for o, value in watched(module) if not _is_counter(value)]
-
-
-def check_unmoved(before: Held, leave_out: frozenset[int] = frozenset()) -> None:
-    """Refuse to release a model whose buffers are not those of ``before``, naming the first that differs."""
-    for owned, value in before:
-        _, owner, name = owned
-        after = getattr(owner, name, None)  # individual clipping keeps a layer's buffers as attributes
-        if id(owner) not in leave_out and (after is None or not _same(value.to(after.device), after)):
-            raise MovingBufferError(
-                f"{_owner(owned)} is not what it was when training began, and no release of this engine "
-                "wrote it: it may hold private statistics. Set it back (or drop it) before the release"
-            )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from opacus_bc._opacus import UnsupportedModuleError
-from opacus_bc.batch_norm.layers import NORM_LAYERS, PolicyLayer, is_known
+from opacus_bc.batch_norm.layers import NORM_LAYERS, PolicyLayer
 from opacus_bc.batch_norm.private import PrivateStatistics
 from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.batch_norm.subclass_check import why_not_constant
+from opacus_bc.batch_norm.subclasses import has_own_forward
 from opacus_bc.mechanism.types import Loader
 from opacus_bc.public.data import WRAP_IT, check_disjoint, check_public_loader
 
@@ -24,6 +27,11 @@ _INDIVIDUAL_CHOICES = (
     "a public DataLoader (normalise with statistics of public batches) or 'frozen' (use the given ones); "
     "'private' and 'batch' go with clipping='batch'. Or replace the layers by GroupNorm before the optimizer "
     "is made: opacus.validators.ModuleValidator.fix(model)"
+)
+
+_FROZEN_BACKBONE = (
+    "Their weights and biases are not trained: batch_norm='frozen' leaves the statistics as they are, too, "
+    "which is what fine-tuning on a frozen backbone wants. "
 )
 
 Config = PublicStatistics | PrivateStatistics | str | None
@@ -70,12 +78,36 @@ def _called(name: str, child: nn.Module) -> str:
     return f"{name or 'the module'} ({type(child).__name__})"
 
 
+def has_initial_statistics(layer: Any) -> bool:
+    """Whether no forward and no state dict has ever written the layer's running statistics.
+
+    >>> layer = nn.BatchNorm1d(2)
+    >>> has_initial_statistics(layer), layer.running_mean.add_(1).numel(), has_initial_statistics(layer)
+    (True, 2, False)
+    """
+    mean, var, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    if mean is None or var is None or (count is not None and int(count) > 0):
+        return False
+    return not bool(mean.any()) and bool((var == 1).all())
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether any layer, of whatever type (FrozenBatchNorm2d), holds running statistics."""
+    return any(name.endswith("running_mean") for name, _ in module.named_buffers())
+
+
 def check_policy(
-    module: nn.Module, policy: object, *, individual: bool = False, private_loader: Loader | None = None
+    module: nn.Module,
+    policy: object,
+    *,
+    individual: bool = False,
+    private_loader: Loader | None = None,
+    trained: Collection[nn.Parameter] | None = None,
 ) -> dict[str, nn.Module]:
     """Refuse a model whose running statistics nobody answers for; return the layers in question, by name.
 
-    ``policy`` is what was passed as ``batch_norm=``; public data must be disjoint from ``private_loader``.
+    ``policy`` is what was passed as ``batch_norm=``; public data must be disjoint from ``private_loader``;
+    ``trained`` is what the optimizer holds (None: everything).
     """
     config = resolve(policy)
     if isinstance(config, PublicStatistics):
@@ -101,9 +133,12 @@ def check_policy(
             )
     if config is None:
         choices = _INDIVIDUAL_CHOICES if individual else _CHOICES
+        own = [p for child in found.values() for p in child.parameters(recurse=False)]
+        moved = any(p.requires_grad and (trained is None or p in trained) for p in own)
+        advice = "" if moved or not own else _FROZEN_BACKBONE
         raise BatchNormPolicyError(
             f"in {which} a private forward would mix samples or write running statistics into the model "
-            f"unprotected. Say what shall happen with batch_norm=: {choices}"
+            f"unprotected. {advice}Say what shall happen with batch_norm=: {choices}"
         )
     if isinstance(config, PublicStatistics) and config.differentiate and not individual:
         raise BatchNormPolicyError(
@@ -125,11 +160,11 @@ def _check_individual(config: Config, found: dict[str, nn.Module]) -> None:
             f"gradient of its own: with individual clipping use {_INDIVIDUAL_CHOICES}"
         )
     for name, child in found.items():
-        if not is_known(child):
-            raise BatchNormPolicyError(
-                f"{_called(name, child)} is a norm layer with a forward of its own, "
-                "whose per-sample gradients are not known: use torch's type, or clipping='batch'"
-            )
+        if has_own_forward(type(child)):
+            known = isinstance(child, NORM_LAYERS[0])
+            reason = why_not_constant(child) if known else "its per-sample gradients are not known"
+            if reason is not None:
+                raise BatchNormPolicyError(f"{_called(name, child)} has a forward of its own: {reason}")
         if config == "frozen" and not child.track_running_stats:
             raise BatchNormPolicyError(
                 f"batch_norm='frozen': {_called(name, child)} has no running "

@@ -14,7 +14,6 @@ from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper
 from opacus_bc.batch_norm.tracing import tracing
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.public.running import untouched_buffers
 
 
 class ConstantsKeeper(PublicKeeper):
@@ -33,8 +32,7 @@ class ConstantsKeeper(PublicKeeper):
     def start(self) -> None:
         """Try the public data out and take the first constants."""
         super().start()
-        with untouched_buffers(self._model()):
-            self.refresh_constants()
+        self.refresh_constants()
         if self.not_followed:
             which = "; ".join(f"{name}: {reason}" for name, reason in self.not_followed.items())
             warnings.warn(
@@ -92,6 +90,9 @@ class ConstantsKeeper(PublicKeeper):
                 averages = (torch.stack(each).mean(0) for each in zip(*pairs, strict=True))
                 layer.constant_mean, layer.constant_var = pairs[0] if len(pairs) == 1 else averages
                 layer.upstream = trace.found.get(layer, ())
+                if layer.upstream and not layer.normalises_input:
+                    layer.upstream = ()
+                    trace.reasons[layer] = "its own forward normalises something else than its input"
         self.not_followed = {norms[layer]: reason for layer, reason in trace.reasons.items()}
         self.refreshes += 1
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opacus_bc.batch_norm.keeper import Keeper
 from opacus_bc.batch_norm.layers import PolicyLayer
 from opacus_bc.mechanism.randomness import isolated_randomness
-from opacus_bc.public.running import evaluation_mode, forward
+from opacus_bc.public.running import evaluation_mode, forward, untouched_buffers
 
 Collected = list[tuple[Tensor, Tensor]]
 Weights = tuple[tuple[int, int, int], ...]
@@ -79,14 +79,19 @@ def collect(
     """Mean and variance of every layer's input, once for each time that a batch reaches it.
 
     Each layer normalises with the batch's own statistics, as in training; all other modules are in evaluation
-    mode. Modes, gradients and random streams are left as they were; hooks of the user run. The forward has an
-    autograd graph if ``differentiable``.
+    mode. Modes, buffers, gradients and random streams are left as they were; hooks of the user run. The
+    forward has an autograd graph if ``differentiable``.
     """
     found: dict[PolicyLayer, Collected] = {layer: [] for layer in layers}
     try:
         for layer, pairs in found.items():
             layer.collecting = pairs
-        with evaluation_mode(root), torch.set_grad_enabled(differentiable), isolated_randomness(seed):
+        with (
+            evaluation_mode(root),
+            untouched_buffers(root),
+            torch.set_grad_enabled(differentiable),
+            isolated_randomness(seed),
+        ):
             for batch in batches:
                 forward(root, batch)
         return found

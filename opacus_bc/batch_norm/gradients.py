@@ -134,7 +134,7 @@ def positions(x: Tensor) -> Tensor:
 
 
 # Entries of a CPU work buffer that stays in the cache; fresh pages for a temporary cost more than the sums.
-_BUFFER = 2**18
+_BUFFER = 2**16
 
 
 def weight_gradients(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor) -> Tensor:
@@ -161,13 +161,18 @@ def constant_batch_norm(
     var: Tensor,
     eps: float,
 ) -> Tensor:
-    """``F.batch_norm`` with constants for statistics; a function of torch's kind, which modes can watch."""
+    """``F.batch_norm`` with constants for statistics; a function of torch's kind, which modes can watch.
+
+    ``layer`` is asked whether Opacus's hooks make the gradients of weight and bias.
+    """
     given = tuple(t for t in (x, weight, bias) if t is not None)
     if has_torch_function(given):
         watched: Tensor = handle_torch_function(
             constant_batch_norm, given, layer, x, weight, bias, mean, var, eps
         )
         return watched
+    if torch._C._are_functorch_transforms_active():  # they cannot see into the function below
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
     result: Tensor = NormaliseWithConstants.apply(layer, x, weight, bias, mean, var, eps)
     return result
 

@@ -10,6 +10,7 @@ class Keeper:
 
     def __init__(self, words: str) -> None:
         self._words = words
+        self.written: set[int] = set()  # ids of the layers whose statistics were released or are public
 
     @property
     def owes_release(self) -> bool:

@@ -21,10 +21,16 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from opacus_bc._opacus import compute_instance_norm_grad_sample, register_grad_sampler
 from opacus_bc.batch_norm.gradients import Upstream, constant_batch_norm, constant_statistics_grad_sample
 from opacus_bc.batch_norm.keeper import Keeper
+from opacus_bc.batch_norm.subclasses import Tap, answering, has_own_forward, tap
 from opacus_bc.mechanism.types import Memo, State
 
 NORM_LAYERS = (_BatchNorm, _InstanceNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_OWN_ONLY = (
+    "upstream",
+    "tap",
+    "normalises_input",
+)  # not for copies: their keeper measures anew, their forwards tap anew
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
@@ -78,15 +84,15 @@ class PolicyLayer(nn.Module):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         if self.keeper is not None:
             self.keeper.before_saving()
-        state = {key: value for key, value in self.__dict__.items() if key not in ("keeper", "upstream")}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("keeper", *_OWN_ONLY)}
         return _new, (self.mixin, self.plain_type), state
 
     def __deepcopy__(self, memo: Memo) -> PolicyLayer:
         duplicate = _new(self.mixin, self.plain_type)
         memo[id(self)] = duplicate
         for key, value in self.__dict__.items():
-            if key == "upstream":
-                continue  # the copy's keeper measures anew
+            if key in _OWN_ONLY:
+                continue
             keeper = key == "keeper" and value is not None
             duplicate.__dict__[key] = value.copied(memo) if keeper else copy.deepcopy(value, memo)
         return duplicate
@@ -101,11 +107,12 @@ class FrozenStatistics(PolicyLayer):
     """Uses the given statistics in every mode and never writes them."""
 
     def install(self) -> None:
-        self.eval()
+        self.training = False
 
     def train(self, mode: bool = True) -> FrozenStatistics:
-        """Stays in evaluation mode, where nothing is written."""
-        super().train(False)
+        """Stays in evaluation mode, where nothing is written; modules inside (dropout) change theirs."""
+        super().train(mode)
+        self.training = False
         return self
 
 
@@ -159,12 +166,15 @@ class ConstantStatistics(PolicyLayer):
 
     **Formal guarantee**: outside of a collecting pass row i of a training forward's output is a function of
     row i of its input, of the parameters and of ``constant_mean`` and ``constant_var``; row i of the
-    per-sample gradients is one of these and of ``upstream``, which knows public data only.
+    per-sample gradients is one of these and of ``upstream``, which knows public data only. (Of types with a
+    forward of their own :mod:`opacus_bc.batch_norm.subclass_check` has seen it.)
     """
 
     constant_mean: Tensor
     constant_var: Tensor
     upstream: tuple[Upstream, ...] = ()
+    tap: Tap | None = None  # of the last forward, until per-sample hooks take it
+    normalises_input: bool = True  # itself, and not what an own forward makes of it
 
     def install(self) -> None:
         if self.running_mean is None or self.running_var is None:
@@ -176,7 +186,8 @@ class ConstantStatistics(PolicyLayer):
 
     def remove(self) -> None:
         super().remove()
-        self.__dict__.pop("upstream", None)
+        for name in _OWN_ONLY:
+            self.__dict__.pop(name, None)
         _move_statistics(self.__dict__, self._buffers)
         del self.constant_mean, self.constant_var
 
@@ -185,15 +196,47 @@ class ConstantStatistics(PolicyLayer):
             self._ask_keeper()
             instance: Tensor = super().forward(x)
             return instance
+        if has_own_forward(self.plain_type):
+            return self._own_forward(x)
         self._check_input_dim(x)  # type: ignore[operator]  # BatchNorm's
         if self.collecting is not None:
             return _collect(self, x)
         if self.training:
-            constants = (self.constant_mean, self.constant_var, self.eps)
-            return constant_batch_norm(self, x, self.weight, self.bias, *constants)
+            return self._normalise(x)
         self._ask_keeper()
         mean, var = self.running_mean, self.running_var
         return F.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        constants = (self.constant_mean, self.constant_var, self.eps)
+        return constant_batch_norm(self, x, self.weight, self.bias, *constants)
+
+    def _own_forward(self, x: Tensor) -> Tensor:
+        """The plain type's forward; in training and while collecting its normalisation is ours."""
+        result: Tensor
+        if not self.training and self.collecting is None:
+            self._ask_keeper()
+            result = super().forward(x)
+            return result
+
+        def collected(given: Tensor) -> Tensor:
+            self.normalises_input = given is x
+            return _collect(self, given)
+
+        answer = self._tapped if self.collecting is None else collected
+        with answering(self, answer, self.constant_mean, self.constant_var):
+            result = super().forward(x)
+        return result
+
+    def _tapped(self, x: Tensor) -> Tensor:
+        normalised = self._normalise(x)
+        self.tap = tap(x, normalised)
+        return normalised
+
+    def take_tap(self) -> Tap | None:
+        """Where the last forward has normalised, once; None for torch's types, which do nothing else."""
+        taken, self.tap = self.tap, None
+        return taken
 
     def _apply_instance_norm(self, x: Tensor) -> Tensor:
         return _instance_norm(self, x) if self.collecting is None else _collect(self, x)
@@ -294,15 +337,6 @@ def patched_type(mixin: type[PolicyLayer], plain: type[nn.Module]) -> type[Polic
 def _new(mixin: type[PolicyLayer], plain: type[nn.Module]) -> PolicyLayer:
     kind = patched_type(mixin, plain)
     return kind.__new__(kind)
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_KNOWN = (*_BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-
-def is_known(layer: nn.Module) -> bool:
-    """Whether the layer is exactly one of torch's types, whose forward is known."""
-    return type(layer) in _KNOWN
 
 
 def patch(layer: nn.Module, mixin: type[PolicyLayer], keeper: Keeper | None = None) -> None:

@@ -20,12 +20,13 @@ a public loader     batch clipping: the mini-set's own         re-estimated on p
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 
-from torch import nn
+from torch import Tensor, nn
 
-from opacus_bc.batch_norm.buffers import BufferWatch, Held, ParameterWatch, check_unmoved, snapshot
-from opacus_bc.batch_norm.choices import Config, check_policy, resolve
+from opacus_bc.batch_norm.buffers import BufferWatch, ParameterWatch
+from opacus_bc.batch_norm.choices import Config, check_policy, has_initial_statistics, resolve
 from opacus_bc.batch_norm.constants import ConstantsKeeper
 from opacus_bc.batch_norm.keeper import Keeper
 from opacus_bc.batch_norm.layers import (
@@ -39,6 +40,7 @@ from opacus_bc.batch_norm.layers import (
 )
 from opacus_bc.batch_norm.private import PrivateKeeper, PrivateStatistics
 from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper, PublicStatistics
+from opacus_bc.batch_norm.snapshot import Left, Snapshot
 from opacus_bc.mechanism.names import Adjacency
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import Loader, State
@@ -85,7 +87,7 @@ class BatchNormPolicy:
         self.keeper = Keeper(_NOBODY_WRITES["none"])
         self.finished = False
         self._watches: list[BufferWatch | ParameterWatch] = []
-        self._before: Held = []
+        self._before = Snapshot.of(nn.Module(), ())
         self._modes = [(child, child.training) for child in layers.values()]
 
     @property
@@ -94,14 +96,20 @@ class BatchNormPolicy:
         return self.name != "unprotected"
 
     def install(
-        self, undo: ExitStack, *, normaliser: int = 1, adjacency: Adjacency = "add/remove one"
+        self,
+        undo: ExitStack,
+        *,
+        trained: Collection[Tensor] = (),
+        normaliser: int = 1,
+        adjacency: Adjacency = "add/remove one",
     ) -> None:
         """Make private forwards obey the policy; ``undo`` gets what takes the changes back.
 
+        ``trained`` are the parameters that releases will move; all others must stay.
         ``"private"`` divides its sums by the public ``normaliser`` and protects neighbours by ``adjacency``.
         """
         undo.callback(self._withdraw)
-        self._before = snapshot(self.root)
+        self._before = Snapshot.of(self.root, trained)
         self.keeper = self._make_keeper(normaliser, adjacency)
         for child in self.layers.values():
             self._patch(child, undo)
@@ -111,6 +119,14 @@ class BatchNormPolicy:
             BufferWatch(self.root, frozenset(id(child) for child in answered)),
             ParameterWatch(self.root),
         ]
+        initial = [name for name, child in self.layers.items() if has_initial_statistics(child)]
+        if self.name == "frozen" and initial:
+            warnings.warn(
+                f"batch_norm='frozen': {len(initial)} layers ({initial[0]} first) hold the statistics they "
+                "were made with, mean 0 and variance 1, and will never have others: load pretrained weights "
+                "before make_private, or pass a public DataLoader",
+                stacklevel=users_level(),
+            )
         if not self.protected:
             warnings.warn(
                 f"batch_norm='unprotected': the running statistics of {len(self.layers)} layers are written "
@@ -145,24 +161,47 @@ class BatchNormPolicy:
             child.training = training
         self._unwatch()
 
-    def _written(self) -> frozenset[int]:
-        """Modules whose buffers a release of this engine writes, or that are knowingly unprotected."""
-        return frozenset() if self.name == "frozen" else frozenset(map(id, self.layers.values()))
+    def _answered(self, *, whole: bool) -> Left:
+        """Statistics that a release of this engine or public data write, or that are knowingly unprotected.
+
+        Before a release (``whole``) it is those that were written.
+        """
+        if self.name == "frozen":
+            return frozenset()
+        layers: Iterable[nn.Module] = self.layers.values()
+        names: Collection[str] = STATISTICS
+        if whole and self.name in ("public", "private"):
+            layers = [layer for layer in layers if id(layer) in self.keeper.written]
+            names = STATISTICS if self.name == "public" else STATISTICS[:2]
+        elif whole and self.name == "batch":
+            return frozenset((id(e), n) for e in layers for n in names if getattr(e, n, None) is None)
+        return frozenset((id(layer), name) for layer in layers for name in names)
 
     def check_buffers(self) -> None:
         """Refuse to speak of privacy while some buffer holds what nobody released."""
         if not self.finished:
-            check_unmoved(self._before, self._written())
+            self._before.check(self.root, leave_out=self._answered(whole=False))
 
-    def finish(self) -> None:
-        """Bring the statistics up to date, check every buffer and give the layers their plain types back."""
+    def check_untrained(self, released: Collection[Tensor], steps: int) -> None:
+        """Refuse to save a model in which anything but what was released has moved."""
+        leave_out = self._answered(whole=False)
+        self._before.check(self.root, leave_out=leave_out, released=released, steps=steps, whole=True)
+
+    def finish(self, *, released: Collection[Tensor] = (), steps: int = 0) -> None:
+        """Bring the statistics up to date, check all that the model holds and give it its plain types back.
+
+        Args:
+            released: Parameters that a release has moved.
+            steps: How many steps have been made.
+        """
         if self.finished:
             return
         self.keeper.finish()
+        leave_out = self._answered(whole=True)
         for child in self.layers.values():
             unpatch(child)
             child.training = self.root.training
-        check_unmoved(self._before, self._written())
+        self._before.check(self.root, leave_out=leave_out, released=released, steps=steps, whole=True)
         self._unwatch()
         self.finished = True
 
@@ -187,25 +226,29 @@ class BatchNormPolicy:
                 "batch_norm= to make_private"
             )
 
-    def load_state_dict(self, state: State | None) -> None:
-        """Go on where :meth:`state_dict` was taken; None if a checkpoint has none. Buffers are loaded."""
+    def load_state_dict(self, state: State | None, *, steps: int = 0) -> None:
+        """Go on where :meth:`state_dict` was taken, after ``steps`` steps; None if a checkpoint has none.
+
+        Weights and buffers are loaded.
+        """
         constant = [layer for layer in self.layers.values() if isinstance(layer, ConstantStatistics)]
         with ExitStack() as shown:
             for layer in constant:
                 shown.enter_context(layer.with_buffers())
-            self._before = snapshot(self.root)  # checked when the checkpoint was written
+            # Checked when the checkpoint was written.
+            self._before = Snapshot.of(self.root, self._before.trained, steps=steps)
         if self.name == "frozen":
             for layer in constant:
                 layer.take_running_statistics()
         self.keeper.load_state_dict(None if state is None else state["keeper"])
 
-    def saved_buffers(self) -> Held:
-        """The buffers that nobody may move, as they were; :meth:`put_back` takes them."""
+    def snapshot(self) -> Snapshot:
+        """What nobody may move, as it was; :meth:`put_back` takes it."""
         return self._before
 
-    def put_back(self, buffers: Held) -> None:
-        """Compare with these buffers again."""
-        self._before = buffers
+    def put_back(self, before: Snapshot) -> None:
+        """Compare with this again."""
+        self._before = before
 
 
 def policy_name(config: Config) -> str:
@@ -227,9 +270,12 @@ def make_policy(
     individual: bool = False,
     private_loader: Loader | None = None,
     refresh_every: int = 1,
+    trained: Collection[nn.Parameter] | None = None,
 ) -> BatchNormPolicy:
     """Validate ``policy`` for ``module`` (see :func:`check_policy`); nothing changes before ``install``."""
-    layers = check_policy(module, policy, individual=individual, private_loader=private_loader)
+    layers = check_policy(
+        module, policy, individual=individual, private_loader=private_loader, trained=trained
+    )
     check_count("batch_norm_refresh", refresh_every)
     return BatchNormPolicy(
         module, resolve(policy), layers, individual=individual, refresh_every=refresh_every

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,15 @@ from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.randomness import fresh_seed, isolated_randomness
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.public.running import batch_input, evaluation_mode, forward, samples, zeros
+from opacus_bc.public.row_tests import Rows, Run, first_difference, row_count
+from opacus_bc.public.running import (
+    batch_input,
+    evaluation_mode,
+    forward,
+    samples,
+    untouched_buffers,
+    zeros,
+)
 
 # Released variances are noisy differences; below this they would blow the layer up.
 VARIANCE_FLOOR = 1e-3
@@ -196,6 +205,7 @@ class PrivateKeeper(ModelKeeper):
             return
         layers = self.layers()
         self.releases = state["releases"]
+        self.written = {id(layers[name]) for name in state["released"]}
         self._released = [(layers[name], mean, var) for name, (mean, var) in state["released"].items()]
         self._estimated_at = weights_fingerprint(root) if state["current"] else None
 
@@ -229,14 +239,16 @@ class PrivateKeeper(ModelKeeper):
         """
         with self.running() as root, evaluation_mode(root), torch.no_grad():
             self._released.clear()
+            self.written.clear()
             for layer in layers:
                 radius = default_bound(layer.num_features) if bound is None else bound
                 # A fresh seed: with a fixed one, a sample more would shift the others' augmentation.
-                with isolated_randomness(fresh_seed()):
+                with isolated_randomness(fresh_seed()), untouched_buffers(root):
                     total = layer_sum(root, layer, batches, radius)
                 std = self._noise(noise_multiplier, radius)
                 released = total / self.normaliser + noise.normal(total, std)
                 self._released.append((layer, *layer.write_statistics(*statistics_from(released))))
+                self.written.add(id(layer))
             self.releases += 1
             self._estimated_at = weights_fingerprint(root)
 
@@ -246,19 +258,77 @@ def default_bound(channels: int) -> float:
     return 2.0 * math.sqrt(2.0 * channels)
 
 
-def execution_order(root: nn.Module, layers: Sequence[PolicyLayer], batch: object) -> list[PolicyLayer]:
-    """The layers that a forward on zeros in the batch's shape reaches, in this order."""
-    order: list[PolicyLayer] = []
-    handles = [layer.register_forward_pre_hook(lambda module, _: order.append(module)) for layer in layers]
+def check_rows_apart(root: nn.Module, layers: Sequence[PolicyLayer], batch: object) -> None:
+    """Refuse a model in which the input of a layer has another sample's share in a sample's row.
+
+    On a few rows in evaluation mode, once as they are and twice with a row replaced; a pass is evidence and
+    no proof. Weights, buffers, modes and random streams are left as they were.
+
+    Raises:
+        ValueError: Names the first layer.
+    """
+    inputs = batch_input(batch)
+    count = row_count(inputs)
+    rows = Rows(count=min(count, 5))
+    if rows.count < 2:
+        return
+    few = Rows(count=count).first(inputs, rows.count)
+
+    def seen(value: object) -> Run:
+        run = Run()
+        handles = [
+            layer.register_forward_pre_hook(lambda _, args, name=name: run.add(name, args[0].clone()))
+            for name, layer in named
+        ]
+        try:
+            with isolated_randomness(0):
+                forward(root, value)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return run
+
+    named = [(name, layer) for name, layer in root.named_modules() if layer in layers]
+    with _unasked(layers), evaluation_mode(root), untouched_buffers(root), torch.no_grad():
+        plain = seen(few)
+        for row, factor in ((rows.count - 1, 1.0), (1, -10.0)):
+            found = first_difference(plain, seen(rows.replaced(few, row, factor)), rows, row, tolerance=1e-5)
+            if found is not None:
+                raise ValueError(
+                    f"batch_norm='private': replacing one sample changes what other samples bring to "
+                    f"{found}, so one sample would move the released sum by more than its bound. Use "
+                    "public data or batch_norm='batch', or let every sample pass through the model "
+                    "by itself in evaluation"
+                )
+
+
+@contextmanager
+def _unasked(layers: Sequence[PolicyLayer]) -> Iterator[None]:
+    """While it is open, the layers normalise with what they hold and ask nobody."""
     keepers = [layer.keeper for layer in layers]
     try:
         for layer in layers:
             layer.keeper = None
-        with evaluation_mode(root), torch.no_grad(), isolated_randomness(0):
+        yield
+    finally:
+        for layer, keeper in zip(layers, keepers, strict=True):
+            layer.keeper = keeper
+
+
+def execution_order(root: nn.Module, layers: Sequence[PolicyLayer], batch: object) -> list[PolicyLayer]:
+    """The layers that a forward on zeros in the batch's shape reaches, in this order."""
+    order: list[PolicyLayer] = []
+    handles = [layer.register_forward_pre_hook(lambda module, _: order.append(module)) for layer in layers]
+    try:
+        with (
+            _unasked(layers),
+            evaluation_mode(root),
+            untouched_buffers(root),
+            torch.no_grad(),
+            isolated_randomness(0),
+        ):
             forward(root, zeros(batch_input(batch)))
     finally:
         for handle in handles:
             handle.remove()
-        for layer, keeper in zip(layers, keepers, strict=True):
-            layer.keeper = keeper
     return list(dict.fromkeys(order))

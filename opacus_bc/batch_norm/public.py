@@ -18,7 +18,7 @@ from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.randomness import isolated_randomness
 from opacus_bc.mechanism.types import Loader, Memo
 from opacus_bc.public.data import PublicDataError, check_public_loader, public_batches
-from opacus_bc.public.running import batch_input, samples, tensors, untouched_buffers
+from opacus_bc.public.running import batch_input, samples, tensors
 
 _CACHE_BYTES = 256 * 2**20
 
@@ -151,7 +151,7 @@ class PublicKeeper(ModelKeeper):
         """Run the model on one public batch, so that what does not fit is found before training."""
         batch = self.batches.first()
         try:
-            with self.running() as root, untouched_buffers(root):
+            with self.running() as root:
                 collect(root, self.layers().values(), [batch], seed=self.batches.config.seed)
         except Exception as error:
             raise PublicDataError(
@@ -172,4 +172,5 @@ class PublicKeeper(ModelKeeper):
                 if pairs and layer.running_mean is not None:
                     means, variances = (torch.stack(each).double() for each in zip(*pairs, strict=True))
                     layer.write_statistics(means.mean(0), variances.mean(0), len(pairs))
+                    self.written.add(id(layer))
             self._estimated_at = weights_fingerprint(root)

@@ -8,7 +8,7 @@ these local pieces. Whether a piece acts channel by channel is measured and not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,13 +50,14 @@ class _Use:
         """A gradient with respect to the output in shape (rows of the weight, everything else)."""
         return grad.movedim(self.axis, 0).flatten(1)
 
-    def fed_channels(self, plain: Sequence[Tensor], marked: Tensor, marks: Tensor) -> Tensor | None:
+    def fed_channels(
+        self, into_mean: Tensor, into_var: Tensor, marked: Tensor, marks: Tensor
+    ) -> Tensor | None:
         """See the function of this name: of some samples if these show it, of all otherwise."""
-        for count in (_ENOUGH, len(marked)):
-            rows = self.rows_first(sum((each[:count] for each in plain[1:]), plain[0][:count]))
-            if count == len(marked) or bool(rows.any(1).all()):
-                return fed_channels(rows, self.rows_first(marked[:count]), marks)
-        return None
+        plain = self.rows_first(into_mean[:_ENOUGH] + into_var[:_ENOUGH])
+        if bool(plain.any(1).all()):
+            return fed_channels(plain, self.rows_first(marked[:_ENOUGH]), marks)
+        return fed_channels(self.rows_first(into_mean + into_var), self.rows_first(marked), marks)
 
     def weight_grad(self, grad: Tensor) -> Tensor:
         """The gradient of the weight, given the one of the output."""
@@ -138,9 +139,13 @@ def tracing(root: nn.Module, norms: Collection[nn.Module]) -> Iterator[Trace]:
     try:
         for module in root.modules() if norms else ():
             if type(module) in ROW_LAYERS:
-                # First of all hooks: what others make of the output is behind the edge.
-                hook = trace.produced
-                handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+                handles.append(
+                    module.register_forward_hook(
+                        trace.produced,
+                        prepend=True,  # so that what other hooks make of the output comes after the edge
+                        with_kwargs=True,
+                    )
+                )
             elif any(True for _ in module.parameters(recurse=False)) or module in norms:
                 if module in norms:
                     handles.append(module.register_forward_pre_hook(trace.consumed, with_kwargs=True))
@@ -187,7 +192,7 @@ def _follow(x: Tensor, uses: list[_Use]) -> tuple[Upstream, ...]:
     for use, into_mean, into_var, into_marked in zip(uses, means, variances, marked, strict=True):
         if into_mean is None or len(into_mean) != len(x):
             continue
-        channels = use.fed_channels((into_mean, into_var), into_marked, marks)
+        channels = use.fed_channels(into_mean, into_var, into_marked, marks)
         if channels is not None:
             same = channels.equal(torch.arange(len(marks), device=channels.device))
             found.append(use.upstream(into_mean, into_var, None if same else channels))
@@ -210,16 +215,18 @@ def fed_channels(plain: Tensor, marked: Tensor, marks: Tensor) -> Tensor | None:
             ``marks[c]`` times the former, entry by entry.
         marks: A different number for each channel.
 
-    **Edge cases**: a row without any gradient moves nothing; its channel is its own number, or the last one.
+    **Edge cases**: a row without a gradient, or with one so small that its digits are lost, moves nothing;
+    its channel is its own number, or the last one. Half precision has too few digits to tell channels apart.
     """
+    information = torch.finfo(plain.dtype)
     size = plain.abs().amax(1, keepdim=True)
-    scale = torch.where(size > 0, size, 1.0)
+    floor = 1e6 * information.tiny
+    scale = size.clamp_min(floor)
     plain, marked = plain / scale, marked / scale
-    ratios = (plain * marked).sum(1) / plain.square().sum(1).clamp_min(1e-6)
+    ratios = (plain * marked).sum(1) / plain.square().sum(1).clamp_min(information.tiny)
     channels = (ratios[:, None] - marks).abs().argmin(1)
     error = marked.addcmul_(marks[channels, None], plain, value=-1).abs_().max()
-    tolerance = min(1e-3, 1e3 * torch.finfo(plain.dtype).eps)
-    if not bool(error <= tolerance):  # not a number is not equal either
+    if not bool(error <= min(1e-3, 1e3 * information.eps)):  # not a number is not equal either
         return None
     own = torch.arange(len(channels), device=channels.device).clamp_max(len(marks) - 1)
-    return torch.where(size[:, 0] > 0, channels, own)
+    return torch.where(size[:, 0] > floor, channels, own)

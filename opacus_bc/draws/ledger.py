@@ -56,6 +56,11 @@ def _nobody() -> None:
     """A listener that is not there."""
 
 
+def _always() -> bool:
+    """Nobody limits the draws."""
+    return True
+
+
 class DrawLedger:
     """Which batches were planned, delivered and consumed, in this order.
 
@@ -71,6 +76,7 @@ class DrawLedger:
 
     def __init__(self) -> None:
         self._listener: Callable[[], Listener | None] = _nobody
+        self._may_begin: Callable[[], bool] = _always
         self._iterators: list[weakref.ref[Iterator[list[int]]]] = []
         self.pass_index = 0
         self.draws_used = 0  # by steps of the current pass
@@ -86,11 +92,19 @@ class DrawLedger:
 
     def __getstate__(self) -> State:
         """Workers get a copy with the collate function; what only the main process uses stays here."""
-        return {**self.__dict__, "_listener": _nobody, "_iterators": []}
+        return {**self.__dict__, "_listener": _nobody, "_iterators": [], "_may_begin": _always}
 
     def tell(self, listener: Listener) -> None:
         """Tell ``listener`` before every delivery and at the start of every pass, as long as it lives."""
         self._listener = weakref.ref(listener)
+
+    def ask_before_draws(self, may_begin: Callable[[], bool]) -> None:
+        """Ask whether another draw may be delivered; passes end where the answer is no."""
+        self._may_begin = may_begin
+
+    def ends_here(self) -> bool:
+        """Whether the next delivery would begin a draw that must not begin."""
+        return not self._within_draw and not self._outstanding and not self._may_begin()
 
     def track(self, iterator: Iterator[list[int]]) -> None:
         """Remember an iterator over the draws for as long as it lives."""

@@ -162,6 +162,8 @@ class PrivateDataLoader(DPDataLoader):  # type: ignore[misc]  # Opacus is untype
     def _delivered(self, iterator: Iterator[object], pass_index: int) -> Iterator[object]:
         while True:
             self.ledger.check_current(pass_index)  # before a batch is taken that belongs to a newer pass
+            if self.ledger.ends_here():
+                return
             batch = next(iterator, _END)
             if batch is _END:
                 return

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from opacus_bc._opacus import AbstractGradSampleModule
-from opacus_bc.alc.choice import make_rule
+from opacus_bc.alc.choice import make_rule, trainable
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import make_draws
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.randomness import streams
+from opacus_bc.engine.release import check_private_rows
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.mechanism.blocks import noise_against_individual_clipping
@@ -40,7 +41,7 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
     clip_bound = check_positive("max_grad_norm", request.max_grad_norm)
     check_accountant(accountant, request.kind)
     plan = request.plan
-    policy = make_policy(plain, request.policy, private_loader=data_loader)
+    policy = make_policy(plain, request.policy, private_loader=data_loader, trained=request.held)
     if policy.name == "private" and accountant.mechanism() == "gdp":
         raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
     ranks, sharding = _processes(request, policy)
@@ -52,7 +53,10 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
     whole = wrapper is not None and plan.mini_sets > 1
     part = part_for(ranks, whole=whole, joint=joint_statistics(plain))
     loader = PrivateDataLoader(data_loader, draws=make_draws(plan, data_loader, generator), part=part)
-    policy.install(undo, normaliser=plan.dataset_size, adjacency=plan.adjacency)
+    trained = dict(trainable(plain, optimizer)).values()
+    policy.install(undo, trained=trained, normaliser=plan.dataset_size, adjacency=plan.adjacency)
+    if policy.name == "private":
+        check_private_rows(plain, data_loader)
     mean = request.loss_reduction == "mean"
     reduction: Reduction | None = None
     guests: tuple[Guest, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,17 +12,19 @@ from numpy.random import Generator
 from torch import nn, optim
 
 from opacus_bc._opacus import DPDataLoader
-from opacus_bc.alc.choice import make_rule
+from opacus_bc.alc.choice import make_rule, trainable
 from opacus_bc.batch_norm.policy import make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import Draw, Part, PoissonBins, WholeBatches, whole_batch
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
+from opacus_bc.engine.losses import warn_of_weighted_mean
 from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.gradients.book_keeping.attached import BookKeeping
 from opacus_bc.gradients.book_keeping.book import Book
+from opacus_bc.gradients.probe import CouplingProbe
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.optimizers.book_keeping import BookKeepingOptimizer
 from opacus_bc.parallel.ddp import SummedReduction, check_data_parallel, part_of_batch, ranks_of
@@ -32,6 +34,7 @@ from opacus_bc.parallel.wrappers import LateWrapping, bare, data_parallel
 def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | None, undo: ExitStack) -> Run:
     """Set book-keeping up; ``undo`` gets what takes the changes back if anything fails."""
     check_accountant(accountant, request.kind)
+    warn_of_weighted_mean(request)
     bounds, clip_bound = clip_bounds(request)
     plan, optimizer, plain = request.plan, request.inner_optimizer, bare(request.module)
     policy = make_policy(
@@ -49,13 +52,15 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
             "make_private's arguments", plan, request.noise_multiplier, clip_bound, request.loss_reduction
         )
     generator, noise_source = streams(request, ranks, None, noise)
-    policy.install(undo)
+    policy.install(undo, trained=dict(trainable(plain, optimizer)).values())
     part: Callable[[Draw], Part] = whole_batch
     if ranks is not None:
         part = partial(part_of_batch, rank=ranks.rank, size=ranks.size)
     loader = _loader(request, generator, part)
     names = {p: name for name, p in plain.named_parameters()}
     book = Book(names, partial(_trained, optimizer), loader.ledger)
+    probe = CouplingProbe(plain, paused=nullcontext)  # its hook comes first: nothing is recorded then
+    undo.callback(probe.remove)
     recording = BookKeeping(plain, book, names)
     undo.callback(recording.remove)
     reduction = None
@@ -85,7 +90,9 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         reduction=reduction,
     )
     private.booking = Booking(accountant, plan)
-    guests: tuple[Guest, ...] = (recording,) if ranks is not None else (recording, LateWrapping(plain))
+    guests: tuple[Guest, ...] = (probe, recording)
+    if ranks is None:
+        guests = (*guests, LateWrapping(plain))
     return Run(
         policy=policy,
         wrapper=request.module,

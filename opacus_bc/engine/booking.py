@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.engine.limit import BudgetSpentError, Limit
 from opacus_bc.mechanism.names import Adjacency, Sampling
 from opacus_bc.optimizers.private import PrivateOptimizer
 
@@ -22,10 +23,35 @@ class Booking:
 
     def __init__(self, accountant: Any, plan: SamplingPlan) -> None:
         self.accountant, self.plan = accountant, plan
+        self.limit: Limit | None = None
         self._last: tuple[int, int, Any] | None = None
 
+    def obey(self, limit: Limit) -> None:
+        """From now on refuse steps beyond this budget."""
+        self.limit = limit
+
+    def covers(self, optimizer: PrivateOptimizer) -> bool:
+        """Whether the next step is within the budget, if there is one."""
+        return self.limit is None or self.limit.covers(
+            noise_multiplier=optimizer.effective_noise_multiplier,
+            sample_rate=self.plan.sample_rate,
+            sampling=self.plan.kind,
+            new_pass=self._mark(optimizer.ledger.pass_index) != self._last,
+        )
+
     def __call__(self, optimizer: PrivateOptimizer) -> None:
-        """Book the release under way."""
+        """Book the release under way.
+
+        Raises:
+            BudgetSpentError: The budget does not cover it.
+        """
+        if not self.covers(optimizer):
+            assert self.limit is not None  # without one everything is covered
+            raise BudgetSpentError(
+                f"one more step would spend more than epsilon={self.limit.epsilon:g} at delta="
+                f"{self.limit.delta:g}, where engine.stop_at put the end: finalize the model. Nothing was "
+                "moved"
+            )
         pass_index = optimizer.ledger.pass_index
         extra: dict[str, Any] = {}
         if self.accountant.mechanism() == "fdp":

@@ -14,16 +14,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import DPDataLoader, StockPrivacyEngine, get_optimizer_class
-from opacus_bc.alc.choice import make_rule
+from opacus_bc.alc.choice import make_rule, trainable
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import DrawSource, PoissonBins, WholeBatches, whole_batch
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
+from opacus_bc.engine.losses import warn_of_weighted_mean
+from opacus_bc.engine.outsiders import Outsiders
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.gradients.ghost import GhostCriterion
-from opacus_bc.gradients.samples import wrapped
+from opacus_bc.gradients.probe import CouplingProbe
+from opacus_bc.gradients.samples import without_recording, wrapped
 from opacus_bc.gradients.sequences import SortedSequences
 from opacus_bc.mechanism.names import Sampling
 from opacus_bc.mechanism.noise import SecureNoise, TorchNoise
@@ -33,19 +36,23 @@ from opacus_bc.optimizers.samples import IndividualClippingOptimizer, SampleOpti
 from opacus_bc.optimizers.stock import GUARDED, GhostOptimizer
 from opacus_bc.parallel.ddp import part_of_batch
 from opacus_bc.parallel.ranks import Ranks
-from opacus_bc.parallel.wrappers import LateWrapping
+from opacus_bc.parallel.wrappers import LateWrapping, unwrap
 
 
 def build_individual(request: Request, accountant: Any, noise: SecureNoise | None, undo: ExitStack) -> Run:
     """Set individual clipping up; ``undo`` gets what takes the changes back if anything fails."""
     check_accountant(accountant, request.kind)
     _check_secure(request, noise)
+    held = request.module.parameters() if request.distributed else request.held
+    outsiders = Outsiders(request.module, held)
+    undo.callback(outsiders.remove)
     clip_bounds(request)
     if request.clipping == "adaptive":
         _check_adaptive(accountant.mechanism(), request.kind)
+    warn_of_weighted_mean(request)
     plan = request.plan
     policy = _policy(request)
-    policy.install(undo)
+    policy.install(undo, trained=dict(trainable(request.module, request.inner_optimizer)).values())
     stock = inspect.signature(StockPrivacyEngine.make_private).parameters
     given = {name: getattr(request, name) for name in Request.__dataclass_fields__ if name in stock}
     given["criterion"] = nn.CrossEntropyLoss() if request.criterion is None else request.criterion
@@ -53,7 +60,13 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     made = _Build(request, noise, undo).make_private(**given, **request.extra)
     wrapper, optimizer, *criterion, loader = made
     optimizer.booking = Booking(accountant, plan)
-    guests: tuple[Guest, ...] = (SortedSequences(request.module),)
+    probe = CouplingProbe(
+        unwrap(request.module),
+        batch_first=request.batch_first,
+        paused=partial(without_recording, wrapper),
+        where=wrapper if request.grad_sample_mode == "ew" else None,
+    )
+    guests: tuple[Guest, ...] = (SortedSequences(request.module), outsiders, probe)
     if not request.distributed:
         guests = (*guests, LateWrapping(request.module))
     return Run(
@@ -171,6 +184,7 @@ def _policy(request: Request) -> BatchNormPolicy:
         individual=True,
         private_loader=request.data_loader,
         refresh_every=request.batch_norm_refresh,
+        trained=request.held,
     )
     mode = request.grad_sample_mode
     if policy.layers and (mode not in ("hooks", "ghost") or not request.batch_first):

@@ -15,14 +15,15 @@ from opacus_bc._opacus import DPOptimizer, StockPrivacyEngine
 from opacus_bc.alc.choice import effective_per_multiplier, trainable
 from opacus_bc.alc.config import ALC
 from opacus_bc.alc.report import LayerReport
-from opacus_bc.batch_norm.choices import UnprotectedStatisticsError
+from opacus_bc.batch_norm.choices import UnprotectedStatisticsError, keeps_statistics
 from opacus_bc.engine import statement as st
 from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.book_keeping import build_book_keeping
 from opacus_bc.engine.booking import check_accountant, check_booked
 from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
 from opacus_bc.engine.individual import build_individual
-from opacus_bc.engine.release import finished_module, recalibrate, reserved_releases
+from opacus_bc.engine.limit import Limit
+from opacus_bc.engine.release import final_release, finished_module, recalibrate, reserved_releases
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.resume.checkpoints import Checkpoints, check_savable
 from opacus_bc.engine.resume.parts import Parts
@@ -71,6 +72,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         self.secure_mode = secure_mode
         self.dataset: Any = None
         self._runs: list[Run] = []
+        self._limit: Limit | None = None
         self._checkpoints = Checkpoints()
         if accountant == "gdp":
             warnings.warn(
@@ -104,9 +106,10 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         batch_norm: Any = None,
         batch_norm_refresh: int = 1,
         alc: ALC | DataLoader[Any] | None = None,
+        compare_public: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Make a training set-up private; arguments as in Opacus, and five more.
+        """Make a training set-up private; arguments as in Opacus, and six more.
 
         **Formal guarantee**: if it raises, module, optimizer, accountant and data loader are what they were.
 
@@ -136,6 +139,8 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             batch_norm_refresh: With individual clipping and public statistics: steps between new ones.
             alc: Adaptive layerwise clipping, with ``clipping="batch"`` or ``"flat"``: a public loader, or an
                 :class:`opacus_bc.ALC`. Its loader also serves BatchNorm if ``batch_norm`` is None.
+            compare_public: Whether the contents of public samples are compared with private ones, as far as
+                that is cheap; see ``opacus_bc.public.contents``.
             **kwargs: What Opacus's adaptive clipping takes; anything else is a TypeError.
 
         Returns:
@@ -155,11 +160,14 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             run = build(request, self.accountant, self._secure_noise, undo)
             for guest in run.guests:
                 undo.callback(guest.remove)
+            _warn_of_idle_policy(request, run)
             self._warn_of_others(run)
             undo.pop_all()
         self.dataset = data_loader.dataset
         run.optimizer.licence.take_over(run.policy.keeper.after_step)
         self._runs.append(run)
+        if self._limit is not None:
+            run.obey(self._limit)
         return run.returned
 
     def _warn_of_others(self, run: Run) -> None:
@@ -230,6 +238,37 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         result = self.make_private(**given, noise_multiplier=effective / share)
         self._runs[-1].optimizer.licence.planned_steps = epochs * len(data_loader)
         return result
+
+    def stop_at(self, epsilon: float, delta: float) -> None:
+        """End training before more than ``(epsilon, delta)`` is spent by all runs of this engine together.
+
+        Loaders that ``make_private`` returned, and will return, deliver no draw whose step the budget does
+        not cover: loops over them end by themselves. A step beyond it is refused before anything moves. The
+        final release of ``batch_norm="private"`` is reserved.
+
+        **Formal guarantee**: :meth:`get_epsilon` at ``delta`` stays at most ``epsilon``, ``finalize``
+        included. When training ends follows from public constants alone.
+
+        **Edge cases**: what was spent already counts. ``recalibrate_batch_norm`` during training is booked
+        as ever and shortens the rest. A new call replaces the budget.
+
+        Args:
+            epsilon: The most that may be spent.
+            delta: At which delta.
+        """
+        warn_of_large_delta(delta, [run.data_loader for run in self._runs])
+        limit = Limit(self.accountant, epsilon=epsilon, delta=delta, reserved=self._reserved)
+        if self.accountant.history and self.get_epsilon(delta, allow_unprotected=True) > epsilon:
+            raise ValueError(
+                f"epsilon={epsilon:g} at delta={delta:g} is spent already: "
+                f"{self.get_epsilon(delta, allow_unprotected=True):.4g}"
+            )
+        self._limit = limit
+        for run in self._runs:
+            run.obey(limit)
+
+    def _reserved(self) -> tuple[tuple[float, Any], ...]:
+        return tuple(found for run in self._runs if (found := final_release(run)) is not None)
 
     def get_epsilon(self, delta: float, *, allow_unprotected: bool = False) -> float:
         """Epsilon spent so far at ``delta``; infinite if any step was taken without noise.
@@ -333,8 +372,9 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         """The plain, releasable module: the object that was made private, without anything added to it.
 
         Running statistics are brought up to date (public data) or released (``"private"``, unless that was
-        done at these weights), buffers are checked, layers get their plain types back, and Opacus's hooks and
-        private activations and gradients are removed.
+        done at these weights). All other buffers and the parameters that were not trained are compared with
+        what was there before. Layers get their plain types back, and Opacus's hooks and private activations
+        and gradients are removed.
 
         Args:
             module: What ``make_private`` returned, or the module inside.
@@ -345,7 +385,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         Raises:
             ValueError: This engine did not make the module private.
             RuntimeError: The private optimizer made more steps than the accountant knows.
-            MovingBufferError: A buffer holds what nobody released.
+            MovingBufferError: A buffer or an untrained parameter holds what nobody released.
         """
         run = self._run_of(module, None)
         if run is None:
@@ -394,7 +434,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
 
         Raises:
             CheckpointError: Something could not be loaded again, so nothing is written.
-            MovingBufferError: A buffer holds private statistics.
+            MovingBufferError: A buffer or an untrained parameter holds what nobody released.
             RuntimeError: The model was finalized, or weights moved without the accountant.
         """
         parts = self._parts(module, optimizer, noise_scheduler, grad_clip_scheduler, lr_scheduler)
@@ -404,7 +444,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             raise ValueError("keep_vars=True would save what hangs on the parameters, raw gradients too")
         self._check_booked()
         if run is not None:
-            run.policy.check_buffers()
+            run.policy.check_untrained(run.optimizer.licence.moved, run.steps)
             if run.ranks is not None and run.ranks.rank != 0:
                 return
         self._checkpoints.save(
@@ -470,6 +510,16 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             if run.optimizer is optimizer or unwrap(run.policy.root) is unwrap(module):
                 return run
         return None
+
+
+def _warn_of_idle_policy(request: Request, run: Run) -> None:
+    if request.batch_norm is None or run.policy.layers or keeps_statistics(bare(request.module)):
+        return
+    warnings.warn(
+        "batch_norm= changes nothing: this model has no BatchNorm layer. If it had some, look who replaced "
+        "them (ModuleValidator.fix puts fresh GroupNorms there)",
+        stacklevel=users_level(),
+    )
 
 
 def _restore(parameters: list[tuple[nn.Parameter, torch.Tensor | None, set[str]]]) -> None:

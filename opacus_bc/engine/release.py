@@ -13,10 +13,24 @@ from opacus_bc._opacus import AbstractGradSampleModule, GradSampleHooks
 from opacus_bc.batch_norm.choices import resolve, statistics_modules
 from opacus_bc.batch_norm.layers import PolicyLayer
 from opacus_bc.batch_norm.policy import FINALIZED
-from opacus_bc.batch_norm.private import PrivateKeeper, PrivateStatistics, execution_order, release_multiplier
+from opacus_bc.batch_norm.private import (
+    PrivateKeeper,
+    PrivateStatistics,
+    check_rows_apart,
+    execution_order,
+    release_multiplier,
+)
 from opacus_bc.engine.booking import book_release
 from opacus_bc.engine.run import Run
+from opacus_bc.mechanism.names import Adjacency
 from opacus_bc.parallel.wrappers import unwrap
+from opacus_bc.public.row_tests import row_count
+
+
+def check_private_rows(root: nn.Module, data_loader: DataLoader[Any]) -> None:
+    """Refuse, before training, a model whose running statistics could not be released in the end."""
+    layers = [child for child in root.modules() if isinstance(child, PolicyLayer)]
+    check_rows_apart(root, layers, next(iter(in_order(data_loader))))
 
 
 def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bound: float | None) -> None:
@@ -29,6 +43,7 @@ def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bo
     loader = in_order(run.data_loader)
     layers = [child for child in policy.layers.values() if isinstance(child, PolicyLayer)]
     ordered = execution_order(policy.root, layers, next(iter(loader)))
+    check_rows_apart(policy.root, layers, next(iter(loader)))
     cost = release_multiplier(sigma, max(1, len(ordered)))
     assert run.optimizer.noise is not None  # batch clipping never leaves noise to Opacus
     book_release(accountant, noise_multiplier=cost, adjacency=keeper.adjacency)
@@ -49,11 +64,19 @@ def reserved_releases(accountant: Any, module: nn.Module, batch_norm: Any) -> tu
     return (release_multiplier(config.noise_multiplier, len(layers)),)
 
 
+def final_release(run: Run) -> tuple[float, Adjacency] | None:
+    """The noise multiplier and adjacency of the release that ``finalize`` will make, if it will make one."""
+    keeper, policy = run.policy.keeper, run.policy
+    if not isinstance(keeper, PrivateKeeper) or policy.finished:
+        return None
+    return release_multiplier(keeper.config.noise_multiplier, max(1, len(policy.layers))), keeper.adjacency
+
+
 def finished_module(run: Run, accountant: Any) -> nn.Module:
     """The plain module of a run, with statistics up to date and nothing added to it; no more steps."""
     if run.policy.keeper.owes_release and not run.policy.finished:
         recalibrate(run, accountant, noise_multiplier=None, bound=None)
-    run.policy.finish()
+    run.policy.finish(released=run.optimizer.licence.moved, steps=run.steps)
     for guest in run.guests:
         guest.remove()
     hooked = hasattr(run.wrapper, "autograd_grad_sample_hooks")
@@ -87,7 +110,13 @@ class OneByOne:
         self.collate = collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        return _joined([self.collate([sample]) for sample in samples])
+        made = [self.collate([sample]) for sample in samples]
+        if any(row_count(batch) > 1 for batch in made):
+            raise ValueError(
+                "data_loader's collate function makes several rows of one sample: batch_norm='private' needs "
+                "one row for each sample; make the views in the training loop, or use public data"
+            )
+        return _joined(made)
 
 
 def _joined(parts: list[Any]) -> Any:

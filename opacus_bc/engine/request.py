@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader
 from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer, StockPrivacyEngine, get_optimizer_class
 from opacus_bc.alc.choice import check_alc
 from opacus_bc.alc.config import ALC, as_alc
+from opacus_bc.batch_norm.choices import resolve
+from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.draws.datasets import check_distinct
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan, check_data_loader, individual_plan, make_plan, resolve_sampling
 from opacus_bc.gradients.book_keeping.attached import COMPILED
@@ -25,6 +28,7 @@ from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.optimizers.private import check_optimizer
 from opacus_bc.parallel.shards import fully_sharded, reshard
 from opacus_bc.parallel.wrappers import bare, data_parallel, is_distributed
+from opacus_bc.public.contents import check_contents
 
 CLIPPINGS = ("batch", "flat", "per_layer", "adaptive")
 PER_SAMPLE_MODES = ("bk", "hooks", "ew", "functorch")
@@ -57,6 +61,7 @@ class Request:
     batch_norm: Any = None
     batch_norm_refresh: int = 1
     alc: ALC | DataLoader[Any] | None = None
+    compare_public: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -85,10 +90,12 @@ class Request:
                 f"clipping={self.clipping!r} needs per-sample gradients, not supported with fully_shard: "
                 "use clipping='batch', or Opacus's DifferentiallyPrivateDistributedDataParallel"
             )
-        check_layers(self.module, grad_sample_mode=None if self.batch else self.grad_sample_mode)
+        mode = None if self.batch else self.grad_sample_mode
+        check_layers(self.module, grad_sample_mode=mode, trained=self.held)
         check_optimizer(self.inner_optimizer)
         self._check_keywords()
         self._check_alc()
+        self._check_data()
 
     @property
     def batch(self) -> bool:
@@ -115,6 +122,11 @@ class Request:
         """The torch optimizer, also where the user passed a private one."""
         optimizer = self.optimizer
         return optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
+
+    @property
+    def held(self) -> frozenset[nn.Parameter]:
+        """The parameters that the optimizer holds, trainable or not."""
+        return frozenset(p for group in self.inner_optimizer.param_groups for p in group["params"])
 
     @cached_property
     def kind(self) -> Sampling:
@@ -213,6 +225,17 @@ class Request:
         check_alc(
             self.config, module, self.inner_optimizer, self.data_loader, unit=self.unit, adjacency=adjacency
         )
+
+    def _check_data(self) -> None:
+        """Refuse private data with repetitions, and public data that are private ones."""
+        if hasattr(self.data_loader.dataset, "__len__"):
+            check_distinct(self.data_loader.dataset)
+        config = None if isinstance(self.policy, str) else resolve(self.policy)
+        public = [] if self.config is None else [self.config.public_loader]
+        if isinstance(config, PublicStatistics) and config.loader not in public:
+            public.append(config.loader)
+        for loader in public if self.compare_public else ():
+            check_contents(loader, self.data_loader)
 
 
 def _refuse_unknown(unknown: Iterable[str]) -> None:

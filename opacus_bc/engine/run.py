@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 from opacus_bc.batch_norm.policy import BatchNormPolicy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.engine.booking import Booking
+from opacus_bc.engine.limit import Limit
 from opacus_bc.optimizers.private import PrivateOptimizer
 from opacus_bc.parallel.ranks import Ranks
 from opacus_bc.public.data import describe
@@ -55,6 +57,13 @@ class Run:
     def steps(self) -> int:
         """How often the weights have moved."""
         return self.optimizer.steps_taken
+
+    def obey(self, limit: Limit) -> None:
+        """End the loader, and refuse steps, where the budget is spent."""
+        booking = self.optimizer.booking
+        assert isinstance(booking, Booking)  # both builders see to it
+        booking.obey(limit)
+        self.loader.ledger.ask_before_draws(partial(booking.covers, self.optimizer))
 
     def noise_and_bounds(self) -> dict[str, Any]:
         """The optimizer's noise multiplier and clip bound, as plain numbers."""

@@ -30,6 +30,15 @@ _ASSUMPTIONS = (
     "public data, the data set's size and the hyper-parameters are public; hyper-parameters that were tuned "
     "on the private data cost more",
 )
+_OF_INDIVIDUAL_CLIPPING = (
+    "one row of a batch is one sample, and a sample's loss and its way through the model do not depend on "
+    "other samples (rows are counted in every step, forwards are probed in the first ones: evidence, no "
+    "proof; weighted means, ignore_index, contrastive losses and MixUp break it unseen)",
+)
+_OF_PRIVATE_STATISTICS = (
+    "in evaluation mode a sample's activations do not depend on other samples (probed before each release of "
+    "running statistics: evidence, no proof)",
+)
 _NOT_COVERED = (
     "training losses, gradient norms, batch sizes, logs and intermediate quantities other than the weights",
     "validation or early stopping on private data, and constants computed from them (scaling, vocabulary)",
@@ -96,8 +105,18 @@ def facts(engine: Any, runs: Sequence[Run], delta: float) -> Facts:
         step_noise=(min(noise), max(noise)) if noise else None,
         releases=tuple(float(entry[0]) for entry in history if _is_release(entry)),
         secure_noise=bool(engine.secure_mode),
+        assumptions=_assumptions(runs),
         not_covered=_NOT_COVERED + (() if all(r.optimizer.certified_norms for r in runs) else _ROUNDING),
     )
+
+
+def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
+    found: tuple[str, ...] = _ASSUMPTIONS
+    if any(run.plan.unit == "sample" for run in runs):
+        found += _OF_INDIVIDUAL_CLIPPING
+    if any(run.policy.name == "private" for run in runs):
+        found += _OF_PRIVATE_STATISTICS
+    return found
 
 
 def _is_release(entry: Any) -> bool:

@@ -29,6 +29,7 @@ class PerSampleLoss(DPTensorFastGradientClipping):  # type: ignore[misc]  # Opac
                 f"ghost clipping got losses of shape {tuple(self.loss_per_sample.shape)}, it needs one "
                 "number a sample: factors must be numbers, or tensors of shape (batch,)"
             )
+        self.module.expect_rows(len(self.loss_per_sample))
         super().backward()
 
 
@@ -87,7 +88,13 @@ class GhostNorms:
     """
 
     trainable_parameters: list[Any]
+    clipped_rows = 0  # how many coefficients there were
+    _losses: int | None = None  # of how many samples the criterion has losses
     _clipped = False  # whether a gradient waits that these coefficients have weighted
+
+    def expect_rows(self, losses: int) -> None:
+        """The next coefficients are for so many losses."""
+        self._losses = losses
 
     def rearrange_grad_samples(self, *, module: Any, **kwargs: Any) -> Any:
         """Opacus's first move in a layer's backward hook.
@@ -118,7 +125,7 @@ class GhostNorms:
         found: Tensor = super().get_clipping_coef()  # type: ignore[misc]  # Opacus's
         self._per_sample_gradient_norms = None  # Opacus keeps them for whoever pickles the wrapper
         self.forget_norms()
-        self._clipped = True
+        self._clipped, self.clipped_rows, self._losses = True, len(found), None
         return found
 
     def _why_no_coefficients(self) -> str | None:
@@ -131,6 +138,9 @@ class GhostNorms:
             for p in params:
                 p.__dict__.pop("_current_grad_sample", None)
             return _SHARED
+        rows = sorted({len(p._norm_sample) for p in params})
+        if len(rows) > 1 or (rows and self._losses is not None and rows != [self._losses]):
+            return _ROWS.format(", ".join(map(str, rows)), self._losses)
         return None
 
     def why_not_clipped(self, params: list[Any]) -> str | None:
@@ -163,6 +173,11 @@ class GhostNorms:
 _MISSING = (
     "per-sample norms of this batch are missing: a layer ran forward more than once for one backward, or an "
     "earlier backward was interrupted. Nothing was released; take a new batch"
+)
+_ROWS = (
+    "ghost clipping has norms of {} rows for {} losses: one row must be one sample in every layer (a "
+    "position embedding that runs once for the whole batch, frames or tokens folded into the batch). "
+    "Nothing was released; clipping='batch' does not need that"
 )
 _HALF_PRECISION = (
     "ghost clipping under autocast: its norms are in half precision and off by up to a per cent, and so "

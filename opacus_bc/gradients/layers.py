@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -11,19 +12,22 @@ from torch.nn.modules.conv import _ConvNd
 from opacus_bc._opacus import GradSampleHooks
 
 
-def check_layers(module: nn.Module, *, grad_sample_mode: str | None) -> None:
+def check_layers(
+    module: nn.Module, *, grad_sample_mode: str | None, trained: Collection[nn.Parameter]
+) -> None:
     """Refuse layers for which no clipping keeps what it promises.
 
     Args:
         module: The model, before anything is attached to it.
         grad_sample_mode: Opacus's, under individual clipping; None for batch clipping.
+        trained: What the optimizer holds; other parameters have no per-sample gradients.
 
     Raises:
         ValueError: Names the layer and says what would be right.
     """
     for name, layer in module.named_modules():
         reason = _moves_weights(layer)
-        if reason is None and any(p.requires_grad for p in layer.parameters(recurse=False)):
+        if reason is None and any(p.requires_grad and p in trained for p in layer.parameters(recurse=False)):
             if grad_sample_mode in ("hooks", "ghost"):
                 reason = _wrong_gradient(layer)
             if reason is None and grad_sample_mode == "ghost":

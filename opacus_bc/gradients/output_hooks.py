@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
+from opacus_bc.batch_norm.layers import ConstantStatistics
+
 _ONE_TENSOR = ("torch.nn.", "opacus.", "opacus_bc.")  # whose layers with a grad sampler return one tensor
 
 
@@ -25,22 +27,38 @@ def hook_outputs(wrapper: Any) -> None:
     written over them and whatever later forward hooks make of them. So the norms that clip are those of the
     gradient that is released (ghost clipping), and per-sample gradients are autograd's.
 
-    **Edge cases**: layers that functorch differentiates and layers of other packages keep torch's full hooks:
-    their output may be more than one tensor. A layer whose hook does not fire has no per-sample gradient, and
-    the optimizer refuses to step.
+    **Edge cases**: layers of other packages with a rule keep torch's full hooks: their output may be more
+    than one tensor. A layer without a rule must have one tensor as its input and one as its output: Opacus
+    would not look at the others. A layer whose hook does not fire has no per-sample gradient, and the
+    optimizer refuses to step.
     """
     handles = wrapper.autograd_grad_sample_hooks
     for layer in wrapper.iterate_submodules(wrapper._module):
-        if type(layer) not in wrapper.GRAD_SAMPLERS or not type(layer).__module__.startswith(_ONE_TENSOR):
+        ruled = type(layer) in wrapper.GRAD_SAMPLERS
+        if ruled and not type(layer).__module__.startswith(_ONE_TENSOR):
             continue
         for key, hook in list(layer._backward_hooks.items()):
             if _is_opacus(hook, wrapper):
                 del layer._backward_hooks[key]
                 handles.append(layer.register_forward_hook(_OnOutput(hook), prepend=True))
+                if not ruled:
+                    handles.append(layer.register_forward_hook(_one_tensor, prepend=True, with_kwargs=True))
 
 
 def _is_opacus(hook: Any, wrapper: Any) -> bool:
     return isinstance(hook, partial) and getattr(hook.func, "__self__", None) is wrapper
+
+
+def _one_tensor(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    """Refuse what a second forward with the first input alone would not repeat."""
+    if not layer.training or not torch.is_grad_enabled():
+        return
+    if len(inputs) != 1 or named or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+        raise RuntimeError(
+            f"a {type(layer).__name__} has parameters of its own that Opacus has no rule for, and its "
+            "forward has more than one tensor as input or output: put these parameters into a layer with one "
+            "of each, or use clipping='batch'"
+        )
 
 
 class _OnOutput:
@@ -51,6 +69,8 @@ class _OnOutput:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if torch._C._are_functorch_transforms_active() or not isinstance(output, Tensor):
+            return None
         if not output.requires_grad or output.grad_fn is None:
             return None
         # Writing into a view replaces its node, and our hook would miss what comes through the new one.
@@ -59,6 +79,9 @@ class _OnOutput:
         node, place = watched.grad_fn, watched.output_nr
         assert node is not None
         self._refuse_hooks_before(layer)
+        tap = layer.take_tap() if isinstance(layer, ConstantStatistics) else None
+        if tap is not None:  # the layer has normalised here and goes on to drop and activate
+            node, place, inputs = tap.node, tap.place, (tap.given,)
         seen = [(given, given._version) for given in inputs if isinstance(given, Tensor)]
         recorded = layer.training
 
@@ -69,6 +92,9 @@ class _OnOutput:
                     "records nothing: call model.train() before it"
                 )
             _refuse_overwritten(layer, seen)
+            held: Any = getattr(layer, "activations", None)
+            if tap is not None and held:
+                held[-1] = [tap.given]
             self._hook(layer, None, (outputs[place],))
 
         node.register_hook(backward)

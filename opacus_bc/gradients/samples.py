@@ -6,11 +6,13 @@ sample's share is only as good as these rows: what would pair or count them wron
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from opacus_bc._opacus import (
     AbstractGradSampleModule,
@@ -18,11 +20,20 @@ from opacus_bc._opacus import (
     GradSampleHooksFastGradientClipping,
     GradSampleModule,
     GradSampleModuleFastGradientClipping,
+    RNNLinear,
     get_gsm_class,
     get_hooks_class,
 )
 from opacus_bc.gradients.ghost import GhostNorms
 from opacus_bc.gradients.output_hooks import hook_outputs
+from opacus_bc.gradients.unruled import run_live
+
+
+class Activations(list[Any]):
+    """A layer's recorded inputs, which are private data: pickles and copies of the layer have none."""
+
+    def __reduce__(self) -> tuple[type[Activations], tuple[()]]:
+        return Activations, ()
 
 
 class GuardedHooks:
@@ -35,9 +46,19 @@ class GuardedHooks:
         """Opacus's hooks, on the outputs."""
         super().add_hooks(**kwargs)  # type: ignore[misc]  # a mixin over Opacus's wrappers
         hook_outputs(self)
+        run_live(self)
+
+    def capture_activations_hook(self, module: Any, *inputs_and_output: Any) -> None:
+        """Opacus's forward hook; what it records is never pickled."""
+        if not hasattr(module, "activations"):
+            module.activations = Activations()
+        super().capture_activations_hook(module, *inputs_and_output)  # type: ignore[misc]  # see add_hooks
 
     def rearrange_grad_samples(self, *, module: Any, **kwargs: Any) -> Any:
         """Opacus's first move in a layer's backward hook.
+
+        Opacus's rule for convolutions reads its input's memory as if it were contiguous. In other layouts
+        (``torch.channels_last``, permuted dimensions) it would read other pixels, or other samples.
 
         Raises:
             RuntimeError: The rows would not be those of the batch.
@@ -53,7 +74,26 @@ class GuardedHooks:
                 f"a second backward pass went through a {kind} after one forward pass (torch.autograd.grad "
                 "is one too): repeat the forward pass, or use clipping='batch'"
             )
-        return super().rearrange_grad_samples(module=module, **kwargs)  # type: ignore[misc]  # see add_hooks
+        activations, backprops = super().rearrange_grad_samples(module=module, **kwargs)  # type: ignore[misc]
+        if isinstance(module, _ConvNd):
+            activations = [given.contiguous() for given in activations]
+        _refuse_unequal_rows(module, len(activations[-1]))
+        return activations, backprops
+
+
+def _refuse_unequal_rows(layer: Any, rows: int) -> None:
+    """Opacus adds a parameter's rows up over its uses, the first one to the first, however many there are.
+
+    Recurrent layers have fewer rows for the end of packed sequences, in the samples' order.
+    """
+    uses = {layer.max_batch_len} if type(layer) is RNNLinear else {rows, layer.max_batch_len}
+    uses |= {len(p._current_grad_sample) for p in layer.parameters() if hasattr(p, "_current_grad_sample")}
+    if len(uses) > 1:
+        raise RuntimeError(
+            f"the parameters of a {type(layer).__name__} were used with {min(uses)} and {max(uses)} rows in "
+            "one forward pass: rows that are not the same samples would be added up and clipped together. "
+            "Give the layer one row for each sample in every use, or use clipping='batch'"
+        )
 
 
 class PrivateGradSampleModule(GuardedHooks, GradSampleModule):  # type: ignore[misc]  # Opacus is untyped
@@ -80,6 +120,19 @@ GUARDED: Mapping[type, type] = MappingProxyType(
         GradSampleHooksFastGradientClipping: PrivateGhostHooks,
     }
 )
+
+
+@contextmanager
+def without_recording(wrapper: Any) -> Iterator[None]:
+    """While it is open, forward and backward passes leave no per-sample gradients; not of ExpandedWeights."""
+    hooks = isinstance(wrapper, GradSampleHooks) and wrapper.hooks_enabled
+    if hooks:
+        wrapper.disable_hooks()
+    try:
+        yield
+    finally:
+        if hooks:
+            wrapper.enable_hooks()
 
 
 def wrapped(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch.optim import Optimizer
 
 from opacus_bc.draws.ledger import Delivery
 from opacus_bc.gradients.book_keeping.book import Book
-from opacus_bc.gradients.book_keeping.products import Entry, Rows
+from opacus_bc.gradients.book_keeping.products import Entry, Joined, Rows
 from opacus_bc.mechanism.clipping import coefficients_of_norms
 from opacus_bc.optimizers.clipped_sum import ClippedSumOptimizer, zeros_for
 from opacus_bc.optimizers.private import OpenDraw
+
+_SMALL = 2048  # entries of a parameter up to which calls cost more than arithmetic
 
 
 class BookKeepingOptimizer(ClippedSumOptimizer):
@@ -63,16 +66,11 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
         scale = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
         entries = [self._entry(name, p) for name, p in zip(draw.names, draw.params, strict=True)]
         self._entries = {}
-        nothing = torch.zeros(rows, dtype=torch.float64, device=draw.params[0].device)
-        norms = [nothing if entry is None else entry.norms() for entry in entries]
-        coefficients, finite = coefficients_of_norms(norms, draw.blocks, scale=scale)
+        coefficients, finite = coefficients_of_norms(_norms(entries, draw, rows), draw.blocks, scale=scale)
         if not bool(finite.all()):  # zero times infinity is not zero
             entries = [entry and entry.only(finite) for entry in entries]
             coefficients = [c[finite] for c in coefficients]
-        sums = []
-        for p in draw.params:
-            entry, weights = entries.pop(0), coefficients.pop(0)  # each is free to go once it is added up
-            sums.append(zeros_for(p) if entry is None else entry.weighted_sum(weights.to(p.device)))
+        sums = _weighted_sums(entries, draw, coefficients)
         if draw.clipped_sum is None:
             draw.clipped_sum = sums
         else:
@@ -87,6 +85,51 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
 
     def _frozen(self, name: str) -> Tensor | None:
         return None if self.adaptive is None else self.adaptive.frozen.get(name)
+
+
+def _small(entries: Sequence[Entry | None], draw: OpenDraw) -> list[list[int]]:
+    """Places of small instantiated entries that are clipped together as they are, on one device."""
+    found, start = [], 0
+    for block in draw.blocks:
+        places: dict[torch.device, list[int]] = {}
+        for place, factor in enumerate(block.factors, start):
+            entry = entries[place]
+            if factor == 1.0 and isinstance(entry, Rows) and draw.params[place].numel() <= _SMALL:
+                places.setdefault(entry.values.device, []).append(place)
+        found += [members for members in places.values() if len(members) > 1]
+        start += len(block.names)
+    return found
+
+
+def _norms(entries: Sequence[Entry | None], draw: OpenDraw, rows: int) -> list[Tensor]:
+    """Every sample's norm of every parameter; those of small ones together stand at the first one's place."""
+    nothing = torch.zeros(rows, dtype=torch.float64, device=draw.params[0].device)
+    joined: dict[int, Tensor] = {}
+    for places in _small(entries, draw):
+        members = [entry for i in places if isinstance(entry := entries[i], Rows)]
+        joined |= dict.fromkeys(places, nothing)
+        joined[places[0]] = Joined.of(members).entry.norms()
+    return [
+        joined[i] if i in joined else nothing if entry is None else entry.norms()
+        for i, entry in enumerate(entries)
+    ]
+
+
+def _weighted_sums(
+    entries: list[Entry | None], draw: OpenDraw, coefficients: Sequence[Tensor]
+) -> list[Tensor]:
+    """Every parameter's clipped sum; entries are taken out of the list, so that each is free to go."""
+    sums: list[Tensor | None] = [None] * len(entries)
+    for places in _small(entries, draw):
+        members = [entry for i in places if isinstance(entry := entries[i], Rows)]
+        weights = coefficients[places[0]].to(members[0].values.device)
+        for i, value in zip(places, Joined.of(members).weighted_sums(weights), strict=True):
+            sums[i], entries[i] = value, None
+    for i, p in enumerate(draw.params):
+        entry, entries[i] = entries[i], None
+        if entry is not None:
+            sums[i] = entry.weighted_sum(coefficients[i].to(p.device))
+    return [zeros_for(p) if found is None else found for p, found in zip(draw.params, sums, strict=True)]
 
 
 THAWED = (

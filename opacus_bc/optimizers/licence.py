@@ -42,12 +42,14 @@ class Licence:
     Attributes:
         steps_taken: How often the torch optimizer has moved the weights.
         planned_steps: For how many the noise was calibrated, if it was.
+        moved: The parameters that a release has moved.
     """
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
         self.steps_taken = 0
         self.planned_steps: int | None = None
+        self.moved: set[Tensor] = set()
         self._release: dict[Tensor, tuple[Tensor | None, int]] | None = None
         self._closed: str | None = None
         self._after_step: Callable[[], None] = _nothing
@@ -120,6 +122,7 @@ class Licence:
     def _after_inner_step(self, *_: Any) -> None:
         if self._release is None:
             return
+        self.moved.update(p for p, (grad, _) in self._release.items() if grad is not None)
         self._release = None
         self.steps_taken += 1
         self._after_step()

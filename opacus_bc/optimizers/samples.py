@@ -12,6 +12,7 @@ from torch import nn
 from opacus_bc.draws.ledger import Delivery
 from opacus_bc.mechanism.clipping import accumulation_dtype, sample_clip_coefficients
 from opacus_bc.optimizers.private import OpenDraw, PrivateOptimizer
+from opacus_bc.optimizers.rows import check_rows
 
 
 class SampleOptimizer(PrivateOptimizer):
@@ -41,10 +42,9 @@ class SampleOptimizer(PrivateOptimizer):
                 "(BatchMemoryManager splits large ones)"
             )
         _check_nothing_waits(draw.params)
-        for p in draw.params:
-            self._get_flat_grad_sample(
-                p
-            )  # raises "Per sample gradient is not initialized" without a backward
+        # Without a backward this raises "Per sample gradient is not initialized".
+        rows = [len(self._get_flat_grad_sample(p)) for p in draw.params]
+        check_rows(dict(zip(draw.names, rows, strict=True)), delivery)
 
     def _accumulate(self, draw: OpenDraw, delivery: Delivery) -> None:
         if delivery.placeholder:

@@ -21,6 +21,7 @@ from opacus_bc._opacus import (
 from opacus_bc.draws.ledger import Delivery
 from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.optimizers.private import OpenDraw
+from opacus_bc.optimizers.rows import check_rows
 from opacus_bc.optimizers.samples import SampleOptimizer, per_sample_gradients
 
 
@@ -194,6 +195,7 @@ class GhostOptimizer(_FixedBounds, DPOptimizerFastGradientClipping):  # type: ig
             for p in self.params:
                 p.grad = None
             raise RuntimeError(reason)
+        check_rows({"every layer": self._hooks.clipped_rows}, delivery)
 
 
 class DistributedGhostOptimizer(

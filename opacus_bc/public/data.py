@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from opacus_bc.draws.datasets import length, rows
 from opacus_bc.mechanism.fingerprint import feed
 from opacus_bc.mechanism.randomness import isolated_randomness
 from opacus_bc.mechanism.types import Loader
 
 # Larger data sets are fingerprinted on this many evenly spaced samples.
 _HASHED_SAMPLES = 4096
-Data = Dataset[object]
-_Rows = dict[tuple[str, int], npt.NDArray[np.int64]]
 WRAP_IT = ": wrap it, DataLoader(public, batch_size=256)"
 
 
@@ -37,19 +35,19 @@ def check_disjoint(public_loader: Loader, private_loader: Loader) -> None:
     **Formal guarantee**: if both loaders reach the same data set object through ``Subset``,
     ``ConcatDataset`` and wrappers of equal length, or tensors in the same memory, they reach different rows.
 
-    **Edge cases**: two *copies* of the same data (a file read twice) cannot be told apart from two data sets;
-    that the data are public is the user's word, which the statement repeats. A sampler that leaves samples
+    **Edge cases**: two *copies* of the same data (a file read twice) are two data sets here;
+    :func:`~opacus_bc.public.contents.check_contents` compares what is in them. A sampler that leaves samples
     out is not looked at: use ``Subset``.
     """
     check_public_loader(public_loader)
-    public, private = _rows(public_loader.dataset), _rows(private_loader.dataset)
+    public, private = rows(public_loader.dataset), rows(private_loader.dataset)
     for key in public.keys() & private.keys():
         if key[0] == "stream":
             raise PublicDataError("public and private loader read the same iterable data set object")
         shared = np.intersect1d(public[key], private[key])
         if len(shared):
             raise PublicDataError(
-                f"{len(shared)} of the {len(_length(public_loader.dataset))} public samples belong to the "
+                f"{len(shared)} of the {length(public_loader.dataset)} public samples belong to the "
                 "private data as well, so looking at them without noise would not be covered: split the data "
                 "first, for instance with torch.utils.data.random_split, and pass the private part as "
                 "data_loader"
@@ -64,46 +62,7 @@ def check_public_loader(loader: object) -> None:
             f"public data must come as a torch DataLoader, got {type(loader).__name__}{hint}"
         )
     if not isinstance(loader.dataset, IterableDataset) and len(loader) == 0:
-        raise PublicDataError(f"the public loader is empty ({len(_length(loader.dataset))} samples)")
-
-
-def _length(dataset: Data) -> range:
-    return range(len(dataset))  # type: ignore[arg-type]  # map-style data sets have a length
-
-
-def _rows(dataset: Data, indices: npt.NDArray[np.int64] | None = None) -> _Rows:
-    """Which rows of which underlying objects (or of which memory) a data set consists of."""
-    if isinstance(dataset, IterableDataset):
-        return {("stream", id(dataset)): np.zeros(1, dtype=np.int64)}
-    if indices is None:
-        indices = np.asarray(_length(dataset), dtype=np.int64)
-    if isinstance(dataset, Subset):
-        chosen = np.asarray(dataset.indices, dtype=np.int64)[indices]
-        if not isinstance(dataset.dataset, IterableDataset):
-            chosen = chosen % len(_length(dataset.dataset))  # -1 is the last one
-        return _rows(dataset.dataset, chosen)
-    if isinstance(dataset, ConcatDataset):
-        return _concatenated_rows(dataset, indices)
-    inner = getattr(dataset, "dataset", None)
-    if isinstance(inner, Dataset) and hasattr(inner, "__len__") and _length(inner) == _length(dataset):
-        return _rows(inner, indices)
-    if isinstance(dataset, TensorDataset):
-        first = dataset.tensors[0]
-        step = first.stride(0) * first.element_size()
-        if step > 0 and first.numel() > 0:
-            return {("memory", hash(first.device)): first.data_ptr() + step * indices}
-    return {("object", id(dataset)): indices}
-
-
-def _concatenated_rows(dataset: ConcatDataset[Data], indices: npt.NDArray[np.int64]) -> _Rows:
-    ends = np.asarray(dataset.cumulative_sizes)
-    found: _Rows = {}
-    for part, end in zip(dataset.datasets, ends, strict=True):
-        start = end - len(_length(part))
-        inside = indices[(indices >= start) & (indices < end)] - start
-        for key, rows in _rows(part, inside).items():
-            found[key] = np.concatenate([found[key], rows]) if key in found else rows
-    return found
+        raise PublicDataError(f"the public loader is empty ({length(loader.dataset)} samples)")
 
 
 def public_batches(loader: Loader, *, limit: int) -> Iterator[object]:
@@ -129,7 +88,7 @@ def describe(loader: Loader) -> PublicDataDescription:
             samples: Iterator[object] = islice(iter(dataset), _HASHED_SAMPLES)
             size = None
         else:
-            size = len(_length(dataset))
+            size = length(dataset)
             chosen = np.unique(np.linspace(0, size - 1, min(size, _HASHED_SAMPLES)).astype(np.int64))
             samples = (dataset[int(i)] for i in chosen)
         hashed = 0

@@ -19,7 +19,7 @@ from support.batch_norm import (
     train,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import GradSampleHooks
 from opacus_bc.batch_norm.buffers import MovingBufferError
@@ -257,17 +257,6 @@ def test_batch_norm_without_affine_parameters_and_without_statistics_is_served_t
         train(module, *rest)
         finished = eng.finalize(module)
         assert list(finished.state_dict()) == list(network(**norm).state_dict())
-
-
-class Own(nn.BatchNorm2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 2)
-
-
-def test_a_users_own_norm_layer_is_refused_with_individual_clipping() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), Own(4), nn.Flatten(), nn.Linear(64, 2))
-    with pytest.raises(ValueError, match=r"1 \(Own\) is a norm layer with a forward of its own"):
-        make_private(model, TensorDataset(*images().tensors), clipping="flat", batch_norm=PUBLIC)
 
 
 @pytest.mark.parametrize("mode", ["flat", "ghost"])

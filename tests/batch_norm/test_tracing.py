@@ -15,6 +15,7 @@ from support.batch_norm import BACKWARD_HOOK_REMARK, batches, make_private
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_bc.batch_norm.gradients import into_statistics
 from opacus_bc.batch_norm.public import PublicStatistics
 from opacus_bc.batch_norm.tracing import _marks, fed_channels
 
@@ -405,6 +406,54 @@ def test_a_model_moved_to_another_precision_takes_the_derivatives_along() -> Non
         assert {t.dtype for t in entry.tensors().values()} == {torch.float32, torch.int64}
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_gradients_into_the_statistics_are_autograds(affine: bool) -> None:
+    torch.manual_seed(2)
+    layer: Any = nn.BatchNorm2d(4, affine=affine).double()
+    if affine:
+        nn.init.uniform_(layer.weight, 0.5, 1.5)
+    x, backprops = torch.randn(2, 3, 4, 2, 2, dtype=torch.float64)
+    layer.constant_mean, layer.constant_var = (torch.rand(4, dtype=torch.float64) + 0.5 for _ in "mv")
+    found = into_statistics(layer, x, backprops)
+    for i in range(3):
+        mean, var = (c.clone().requires_grad_() for c in (layer.constant_mean, layer.constant_var))
+        gain = layer.weight[:, None, None] if affine else 1.0
+        y = gain * (x[i] - mean[:, None, None]) / (var[:, None, None] + layer.eps).sqrt()
+        expected = torch.autograd.grad(y, (mean, var), backprops[i])
+        for value, row in zip(expected, found, strict=True):
+            assert torch.allclose(row[i], value, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_whose_gradients_have_lost_their_digits_count_as_still() -> None:
+    marks = _marks(3)
+    plain = torch.tensor([[1.0, 2.0], [3e-320, 1e-320], [0.5, 0.1]], dtype=torch.float64)
+    found = fed_channels(plain, plain * marks[[2, 0, 0], None], marks)
+    assert found is not None
+    assert found.tolist() == [2, 1, 0]
+    assert (
+        fed_channels(plain, (plain * marks[[2, 0, 0], None]).index_fill(0, torch.tensor(1), 1e-3), marks)
+        is None
+    )
+
+
+def test_a_channel_that_is_dead_in_the_first_public_samples_is_followed() -> None:
+    model = prepared(CONSTRUCTS["concatenation"])
+    plain = copy.deepcopy(model)
+    known = first_public()
+    known[:18] = 0.0  # behind the ReLU nothing is left of these
+    for net in (model, plain):
+        net.two.bias.data.fill_(-1e-3)
+        net.wiring = rectified
+    config = PublicStatistics(loader=DataLoader(TensorDataset(known), batch_size=20), differentiate=True)
+    _, module, *_ = make_private(model, data(40, 1), clipping="flat", batch_norm=config)
+    assert len(model.norm.upstream) == 2
+    check_gradients(model, plain, module, known)
+
+
+def rectified(net: Any, x: Tensor) -> Tensor:
+    return net.end(pooled(net.norm(torch.cat([x[..., 2:, 2:], net.one(x), torch.relu(net.two(x))], 1))))
+
+
 @given(st.data())
 def test_marks_tell_the_channel_of_every_row(draw: st.DataObject) -> None:
     channels = draw.draw(st.integers(1, 100))
@@ -420,7 +469,7 @@ def test_marks_tell_the_channel_of_every_row(draw: st.DataObject) -> None:
     if channels > 1:
         other = plain.clone()
         row = draw.draw(st.integers(0, len(fed) - 1))
-        size = max(float(plain[row].abs().max()), 1e-12)
+        size = float(plain[row].abs().max())
         other[row, 3] += size  # this entry moves a second channel
         second = marks[(fed[row] + 1) % channels]
         weighted = plain * marks[fed, None]

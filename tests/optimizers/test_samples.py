@@ -298,6 +298,16 @@ def test_nothing_of_a_batch_survives_its_step_in_a_pickle(kind: str) -> None:
     assert x[3].numpy().tobytes() not in file.getvalue()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_that_a_forward_without_backward_has_recorded_are_never_pickled(kind: str) -> None:
+    x = DATA.tensors[0]
+    model = mlp()
+    private(model, **KINDS[kind])[1](x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert x[3].numpy().tobytes() not in file.getvalue()
+
+
 def test_a_sample_that_is_not_finite_counts_as_zero_in_both_arithmetics() -> None:
     x, y = (t.clone() for t in DATA.tensors)
     x[0] = math.inf

@@ -88,6 +88,7 @@ def make_private(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="batch_norm='unprotected'")
         warnings.filterwarnings("ignore", message="batch_norm='private': with")  # tiny data, much noise
+        warnings.filterwarnings("ignore", message="batch_norm='frozen': .* hold the statistics")
         warnings.filterwarnings("ignore", message="Opacus's clipping='adaptive'")
         made = eng.make_private(
             module=model,

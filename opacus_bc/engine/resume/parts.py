@@ -90,7 +90,7 @@ class Parts:
         inner = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
         history = copy.deepcopy(self.accountant.history)
         schedulers = [copy.copy(s.__dict__) for s in self.schedulers if s is not None]
-        buffers = [] if run is None else run.policy.saved_buffers()
+        before = None if run is None else run.policy.snapshot()
         randomness = random_state(run)
 
         def undo() -> None:
@@ -98,9 +98,9 @@ class Parts:
             self.accountant.history = history
             if optimizer is not None:
                 optimizer.load_state_dict(inner)
-            if run is not None:
+            if run is not None and before is not None:
                 load_run_state(run, state)
-                run.policy.put_back(buffers)
+                run.policy.put_back(before)
             for scheduler, held in zip(filter(None, self.schedulers), schedulers, strict=True):
                 scheduler.__dict__.update(held)
             load_random_state(run, randomness)

@@ -71,9 +71,10 @@ def check_run_state(run: Run, state: dict[str, Any]) -> None:
 def load_run_state(run: Run, state: dict[str, Any] | None) -> None:
     """Go on where ``state`` was taken (None: by Opacus); weights and accountant have been loaded already."""
     optimizer = run.optimizer
-    run.policy.load_state_dict(None if state is None else state["batch_norm"])
     if state is None:
+        run.policy.load_state_dict(None, steps=optimizer.steps_taken)
         return
+    run.policy.load_state_dict(state["batch_norm"], steps=state["steps"])
     for name in ("noise_multiplier", "max_grad_norm"):
         if getattr(optimizer, name) != state[name]:
             setattr(optimizer, name, state[name])

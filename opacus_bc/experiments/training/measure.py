@@ -77,6 +77,13 @@ class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._bytes = 0  # of everything in _sizes, some of which may be gone
         self.peak = 0
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """From now on these do not count either: data that a training keeps, say."""
+        for tensor in tensors:
+            reference = _reference(tensor.untyped_storage())
+            self._outside.add(reference)
+            self._bytes -= self._sizes.pop(reference, 0)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and look at what it made."""
         result = func(*args, **(kwargs or {}))

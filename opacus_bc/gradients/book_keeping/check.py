@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from opacus_bc.draws.ledger import Delivery
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.recording import Recording
+from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.mechanism.randomness import put_streams, take_streams
 from opacus_bc.public.running import untouched_buffers
 
@@ -67,41 +68,51 @@ def check_exactness(
     cut = [_cut(value, rows, few) for value in args]
     named = {key: _cut(value, rows, few) for key, value in kwargs.items()}
     trained = [p for p in names if p.requires_grad and p.grad is None]
+    book = Book(names, lambda: trained, _FewRows(few))
     streams = take_streams()
     try:
-        with untouched_buffers(module):
-            book = Book(names, lambda: trained, _FewRows(few))
+        with untouched_buffers(module):  # until after the backward passes, which may need them
             book.open()
             book.mark((cut, named))
             with Recording(book):
                 recorded = _outputs(module(*cut, **named))
+            if not recorded or any(each.dim() == 0 or len(each) != few for each in recorded):
+                return  # a loss, or no rows: from outside nothing tells the samples apart
             put_streams(streams)
             plain = _outputs(module(*cut, **named))
+            found, expected = _both_ways(book, trained, recorded, plain)
     finally:
         put_streams(streams)
-    if not recorded or any(each.dim() == 0 or len(each) != few for each in recorded):
-        return  # a model that returns a loss, or no rows: nothing tells its samples apart from outside
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(few, generator=generator) + 0.5
-    directions = [torch.randn(each.shape, generator=generator).to(each) for each in plain]
-    _along(recorded, directions).backward()  # type: ignore[no-untyped-call]  # torch's
-    weighed = [d * weights.to(d).view(-1, *(1 for _ in d.shape[1:])) for d in directions]
-    expected = torch.autograd.grad(_along(plain, weighed), trained, allow_unused=True)
-    entries = book.read(trained, statistics=False)
-    half = any(each.dtype in (torch.float16, torch.bfloat16) for each in plain)
-    for p, oracle in zip(trained, expected, strict=True):
-        entry = entries.get(p)
-        found = torch.zeros_like(p) if entry is None else entry.weighted_sum(weights.to(p.device))
-        oracle = torch.zeros_like(p) if oracle is None else oracle
+    half = any(each.dtype in HALF for each in plain)
+    for p, ours, autograds in zip(trained, found, expected, strict=True):
         allowed = _HALF_TOLERANCE if half else _TOLERANCE.get(p.dtype, _HALF_TOLERANCE)
-        size = torch.linalg.vector_norm(oracle.double())
-        if not bool(torch.linalg.vector_norm((found - oracle).double()) <= allowed * size + 1e-7):
+        size = torch.linalg.vector_norm(autograds.double())
+        if not bool(torch.linalg.vector_norm((ours - autograds).double()) <= allowed * size + 1e-7):
             raise BookKeepingError(
                 f"the per-sample gradients of {names[p]} do not add up to autograd's on {few} rows of this "
                 "batch: this model uses it in a way that one backward cannot tell apart by samples (rows "
                 "that are not samples, a hook that changes gradients, a custom operation). Nothing was "
                 "released; use grad_sample_mode='hooks' or clipping='batch'"
             )
+
+
+def _both_ways(
+    book: Book, trained: Sequence[nn.Parameter], recorded: Sequence[Tensor], plain: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A sum of the rows' gradients with random weights: the book's, and autograd's."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(len(plain[0]), generator=generator) + 0.5
+    directions = [torch.randn(each.shape, generator=generator).to(each) for each in plain]
+    _along(recorded, directions).backward()  # type: ignore[no-untyped-call]  # torch's
+    weighed = [d * weights.to(d).view(-1, *(1 for _ in d.shape[1:])) for d in directions]
+    autograds = torch.autograd.grad(_along(plain, weighed), trained, allow_unused=True)
+    entries = book.read(trained, statistics=False)
+    found = [entries[p].weighted_sum(weights.to(p.device)) if p in entries else _zeros(p) for p in trained]
+    return found, [_zeros(p) if g is None else g for p, g in zip(trained, autograds, strict=True)]
+
+
+def _zeros(p: Tensor) -> Tensor:
+    return torch.zeros_like(p, requires_grad=False)
 
 
 def _cut(value: Any, rows: int, few: int) -> Any:

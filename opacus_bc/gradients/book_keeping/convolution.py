@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opacus_bc.gradients.book_keeping.grams import gram, gram_squares
 
-_PIECE = 2**19  # floats of a temporary: larger ones cost more in fresh pages than they save
+_PIECE = 2**17  # floats of a temporary: larger ones cost more in fresh pages than they save
 _WIDE = 32  # input channels of a group from which torch's own grouped weight gradient is quick
 _SMALL = 2**16  # and entries of the weight up to which it is
 

@@ -312,38 +312,41 @@ def add(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
 
 
 def add_(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
-    """The same in place, where that can be seen by nobody but the samples."""
+    """The same in place, where nothing else looks at the same memory."""
     if book.is_parameter(input) or input._is_view():
         raise _no_rule("add_", book, input if book.is_parameter(input) else other)
     return _added(book, input.add_(book.plain(other), alpha=alpha), input, other, alpha)
 
 
 def _added(book: Book, output: Tensor, input: Any, other: Any, alpha: float) -> Tensor:
+    input, other = (_broadcast(book, value, output) for value in (input, other))
+
     def note(grad: Tensor) -> None:
         for value, factor in ((input, 1.0), (other, alpha)):
             if book.wants(value):
                 book.add(value, _spread(_wide(grad) * factor, value))
 
-    _refuse_rows(book, output, input, other)
     return book.tap(output, note)
 
 
 def multiply(book: Book, input: Any, other: Any) -> Tensor:
     """A parameter that every sample is multiplied with, as layer scales are."""
-    parameter, value = (input, other) if book.is_parameter(input) else (other, input)
     output = torch.mul(book.plain(input), book.plain(other))
+    parameter, value = (input, other) if book.is_parameter(input) else (other, input)
+    parameter = _broadcast(book, parameter, output)
 
     def note(grad: Tensor, *held: Tensor) -> None:
-        book.add(parameter, _spread(_wide(grad) * held[0], parameter))
+        if held:
+            book.add(parameter, _spread(_wide(grad) * held[0], parameter))
 
-    _refuse_rows(book, output, parameter)
     return book.tap(output, note, *((value,) if book.wants(parameter) else ()))
 
 
-def join(book: Book, tensors: Any, dim: int = 0) -> Tensor:
-    """``torch.cat``: parameters beside the samples, as class tokens are."""
+def concatenate(book: Book, tensors: Any, dim: int = 0) -> Tensor:
+    """A parameter that stands next to every sample, as class tokens do."""
     output = torch.cat([book.plain(each) for each in tensors], dim)
-    return _joined(book, output, tensors, dim, lambda g: torch.split(g, [t.shape[dim] for t in tensors], dim))
+    sizes = [each.shape[dim] for each in tensors]
+    return _joined(book, output, tensors, dim, lambda grad: torch.split(grad, sizes, dim))
 
 
 def stack(book: Book, tensors: Any, dim: int = 0) -> Tensor:
@@ -355,16 +358,22 @@ def stack(book: Book, tensors: Any, dim: int = 0) -> Tensor:
 def _joined(
     book: Book, output: Tensor, tensors: Any, dim: int, apart: Callable[[Tensor], Sequence[Tensor]]
 ) -> Tensor:
-    if dim % output.dim() == 0:  # what was a sample's row is another one's now
-        raise _no_rule("cat", book, *filter(book.is_parameter, tensors))
-    _refuse_rows(book, tensors[0], *tensors)
+    if dim % output.dim() == 0:
+        raise _no_rule("cat along the samples", book, *filter(book.is_parameter, tensors))
+    parts = [_broadcast(book, each, each) for each in tensors]
 
     def note(grad: Tensor) -> None:
-        for value, part in zip(tensors, apart(_wide(grad)), strict=True):
+        for part, value in zip(apart(_wide(grad)), parts, strict=True):
             if book.wants(value):
                 book.add(value, _spread(part, value))
 
     return book.tap(output, note)
+
+
+def expand_as(book: Book, input: Tensor, other: Tensor) -> Tensor:
+    """A parameter in the shape of a sample's tensor, of which nothing but the shape is used."""
+    expanded: Tensor = book.derive(book.twin(input).expand(other.shape))
+    return expanded
 
 
 def _spread(grad: Tensor, value: Tensor) -> Entry:
@@ -381,14 +390,25 @@ def _reduced(grad: Tensor, value: Tensor) -> Tensor:
     return (grad.sum(over) if over else grad).reshape(len(grad), *value.shape)
 
 
-def _refuse_rows(book: Book, output: Tensor, *values: Any) -> None:
-    """A parameter of the model's that has a row for each sample: which one is whose depends on the draw."""
-    for value in values:
-        if book.is_own(value) and value.dim() == output.dim() and len(value) == len(output) != 1:
-            raise BookKeepingError(
-                f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to "
-                "its samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
-            )
+def _broadcast(book: Book, value: Any, output: Tensor) -> Any:
+    """A parameter as every sample meets it; anything else as it is.
+
+    One that was expanded to a row for each sample has the same row for all: the first one is taken. A
+    function of parameters may have rows that differ; every sample meets its own.
+
+    Raises:
+        BookKeepingError: A parameter of the model's has rows of its own: whose they are depends on the draw.
+    """
+    if not book.is_parameter(value) or value.dim() < output.dim() or len(value) == 1:
+        return value
+    if value.stride(0) == 0:
+        return book.derive(book.twin(value)[:1])
+    if not book.is_own(value):
+        return value
+    raise BookKeepingError(
+        f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to its "
+        "samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
+    )
 
 
 def row_by_row(
@@ -469,8 +489,9 @@ RULES: dict[Any, Rule] = {
     Tensor.mul: multiply,
     Tensor.__mul__: multiply,
     Tensor.__rmul__: multiply,
-    torch.cat: join,
-    torch.concat: join,
-    torch.concatenate: join,
+    torch.cat: concatenate,
+    torch.concat: concatenate,
+    torch.concatenate: concatenate,
     torch.stack: stack,
+    Tensor.expand_as: expand_as,
 }

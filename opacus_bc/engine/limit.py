@@ -1,0 +1,102 @@
+"""A budget that training does not exceed: loaders end before it, and a step beyond it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opacus_bc.mechanism.names import Adjacency, Sampling
+from opacus_bc.mechanism.numbers import check_positive
+
+_MOST_STEPS = 10**8
+
+
+class BudgetSpentError(RuntimeError):
+    """A step that the budget of ``engine.stop_at`` does not cover; nothing was moved or booked."""
+
+
+class Limit:
+    """What ``engine.stop_at`` asked for.
+
+    **Formal guarantee**: while every step is asked for with :meth:`covers`, the accountant's epsilon at
+    ``delta`` stays at most ``epsilon``, with the releases that ``reserved`` names still to come.
+
+    Args:
+        accountant: Whose history counts.
+        epsilon: The most that may be spent.
+        delta: At which delta.
+        reserved: The noise multipliers and adjacencies of the releases that will be made at the end.
+    """
+
+    def __init__(
+        self,
+        accountant: Any,
+        *,
+        epsilon: float,
+        delta: float,
+        reserved: Callable[[], tuple[tuple[float, Adjacency], ...]],
+    ) -> None:
+        self.accountant = accountant
+        self.epsilon, self.delta = check_positive("epsilon", epsilon), check_positive("delta", delta)
+        if delta >= 1:
+            raise ValueError(f"delta={delta!r} must lie strictly between 0 and 1")
+        self.reserved = reserved
+        self._known: tuple[Any, int] | None = None  # how many steps of one kind fit behind a history
+
+    def covers(
+        self, *, noise_multiplier: float, sample_rate: float, sampling: Sampling, new_pass: bool
+    ) -> bool:
+        """Whether one more step fits."""
+        if noise_multiplier == 0:
+            return False
+        if sampling == "shuffle":
+            trial = self._copy(self.accountant.history)
+            trial.step(
+                noise_multiplier=noise_multiplier,
+                sample_rate=sample_rate,
+                sampling=sampling,
+                new_pass=new_pass,
+            )
+            return self._fits(trial)
+        step = (noise_multiplier, sample_rate, 1)
+        if self.accountant.mechanism() == "fdp":
+            step = (*step, sampling)  # type: ignore[assignment]  # entries of Opacus's accountants are shorter
+        base, made = list(map(tuple, self.accountant.history)), 0
+        for entry in reversed(base):
+            if (entry[:2], entry[3:]) == (step[:2], step[3:]):
+                base.remove(entry)
+                made = int(entry[2])
+                break
+        key = (step, tuple(base), self.reserved())
+        if self._known is None or self._known[0] != key:
+            self._known = key, self._most(base, step, made)
+        return made < self._known[1]
+
+    def _most(self, base: list[Any], step: tuple[Any, ...], made: int) -> int:
+        """The most steps of this kind that fit behind ``base``, at least as many as were made."""
+
+        def fit(steps: int) -> bool:
+            return self._fits(self._copy([*base, (*step[:2], steps, *step[3:])]))
+
+        low, high = made, made + 1
+        while fit(high):
+            low, high = high, min(2 * high + 1, _MOST_STEPS)
+            if low == high:
+                return low
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fit(middle) else (low, middle)
+        return low
+
+    def _copy(self, history: list[Any]) -> Any:
+        copy = type(self.accountant)()
+        copy.history = list(history)
+        return copy
+
+    def _fits(self, trial: Any) -> bool:
+        for multiplier, adjacency in self.reserved():
+            if trial.mechanism() == "fdp":
+                trial.release(noise_multiplier=multiplier, adjacency=adjacency)
+            else:
+                trial.step(noise_multiplier=multiplier, sample_rate=1.0)
+        return float(trial.get_epsilon(self.delta)) <= self.epsilon

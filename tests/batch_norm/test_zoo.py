@@ -1,0 +1,82 @@
+"""A dozen networks of torchvision and timm, one for each kind; ``benchmarks/zoo.py`` has all of them."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import zoo_models
+import zoo_steps
+
+sys.path.pop(0)
+
+PIXELS = 32
+NETWORKS = {
+    "residual, BatchNormAct2d inside": "timm test_byobnet",
+    "residual, in-place ReLU": "timm test_resnet",
+    "depthwise, squeeze-and-excite, BatchNormAct2d": "timm test_efficientnet",
+    "weight-standardised convolutions": "timm test_nfnet",
+    "hard activations, squeeze-and-excite": "timm lcnet_035",
+    "universal inverted bottlenecks": "timm mobilenetv4_conv_small_035",
+    "element-wise products": "timm starnet_s050",
+    "aggregated trees, grouped": "timm dla46x_c",
+    "partial convolutions": "timm fasternet_t0",
+    "parameters in the block": "timm inception_next_atto",
+    "channel shuffle": "torchvision shufflenet_v2_x0_5",
+    "inverted bottlenecks, dropout": "torchvision mnasnet0_5",
+}
+SLOW = {
+    "reparameterised": "timm repghostnet_050",
+    "channel attention": "timm ecaresnet26t",
+    "split attention": "timm resnest14d",
+    "pre-activation, blur": "timm resnetblur18",
+    "pre-activation": "timm resnetv2_18",
+    "dense": "timm densenet121",
+    "stochastic depth, squeeze-and-excite": "torchvision efficientnet_b0",
+    "residual": "torchvision resnet18",
+}
+ALL = [
+    *(pytest.param(name, id=kind) for kind, name in NETWORKS.items()),
+    *(pytest.param(name, id=kind, marks=pytest.mark.slow) for kind, name in SLOW.items()),
+]
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+def build(network: str) -> Any:
+    return partial(zoo_models.build, network, zoo_steps.CLASSES)
+
+
+@pytest.mark.parametrize("network", ALL)
+def test_the_release_of_frozen_individual_clipping_is_that_of_a_loop_over_single_samples(
+    network: str,
+) -> None:
+    assert zoo_steps.oracle_distance(build(network), PIXELS) < 5e-4  # float32; a wrong gradient is at 1e-2
+
+
+@pytest.mark.parametrize("network", ALL)
+def test_individual_clipping_with_public_statistics_releases_a_plain_network(network: str) -> None:
+    zoo_steps.released(build(network), PIXELS, clipping="flat", batch_norm=zoo_steps.public(PIXELS))
+
+
+@pytest.mark.parametrize("size", [None, 2], ids=["BC", "GBC"])
+@pytest.mark.parametrize("network", ["timm test_byobnet", "timm test_efficientnet", "torchvision mnasnet0_5"])
+def test_batch_clipping_releases_a_plain_network(network: str, size: int | None) -> None:
+    public = zoo_steps.public(PIXELS)
+    zoo_steps.released(build(network), PIXELS, clipping="batch", mini_batch_size=size, batch_norm=public)
+
+
+def test_an_oracle_with_another_clip_bound_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = zoo_steps.oracle_update
+    monkeypatch.setattr(zoo_steps, "oracle_update", lambda *a: [1.01 * u for u in expected(*a)])
+    assert zoo_steps.oracle_distance(build("timm test_resnet"), PIXELS) > 5e-3
+
+
+def test_the_zoo_has_every_network_once_and_more_than_a_hundred_families() -> None:
+    names = zoo_models.names()
+    assert len(names) == len(set(names))
+    assert len(zoo_models.TIMM.split()) >= 100
