@@ -19,6 +19,10 @@ from opacus_bc.mechanism.clipping import row_norms
 
 _PIECE = 2**22  # floats that are instantiated at once
 _TOLERATED = 0.02  # of a squared norm: by how much its upper bound may exceed it
+_NOTHING = 1e-20  # a squared norm below which nobody asks how much its upper bound exceeds it
+# Sums of products are off by a unit or two in the last place of the sum of the terms' lengths (measured and
+# tested); this many are allowed for.
+_SUM_UNITS = 8.0
 
 
 class Entry(Protocol):
@@ -158,7 +162,7 @@ class LinearProduct:
     def squares(self) -> tuple[Tensor, Tensor]:
         """See :class:`Product`."""
         if self.inputs.shape[1] == 1:
-            exact = (row_norms(self.inputs) * row_norms(self.grads)).square()
+            exact = self._factors().square()
             return exact, exact
         a, b = (gram(each.transpose(1, 2)) for each in (self.inputs, self.grads))
         return gram_squares(a, b, rows=len(self.inputs))
@@ -166,8 +170,12 @@ class LinearProduct:
     def norms(self) -> Tensor:
         """See :class:`Entry`."""
         if self.inputs.shape[1] == 1:
-            return row_norms(self.inputs) * row_norms(self.grads)
+            return self._factors()
         return norms_from_above(self, *self.squares())
+
+    def _factors(self) -> Tensor:
+        # In float64: squares of what a huge input meets are too small for float32, and their product is not.
+        return row_norms(self.inputs.double()) * row_norms(self.grads.double())
 
     def along(self, direction: Tensor) -> Tensor:
         """See :class:`Product`."""
@@ -226,15 +234,19 @@ class ConvolutionProduct:
 def norms_from_above(entry: Product | WithTerms, squares: Tensor, lengths: Tensor) -> Tensor:
     """Norms from squared norms whose terms may cancel.
 
-    **Formal guarantee**: no norm is too small, and none is too large by more than a per cent: samples whose
-    terms cancel so far that rounding could be more than that are instantiated.
+    **Formal guarantee**: no norm is too small: neither for the sample's gradient nor for what
+    ``weighted_sum`` makes of it, which rounds in another order. Norms above 1e-4 of the terms' lengths are
+    too large by a per cent at most: samples whose terms cancel so far that rounding could be more than that
+    are instantiated.
     """
+    precision = torch.finfo(entry.grads.dtype).eps
     allowed = margin(lengths, entry.grads.dtype)
     above = squares.clamp(min=0.0) + allowed
     norms = above.sqrt()
-    doubtful = above.isfinite() & (allowed > _TOLERATED * above)
+    doubtful = above.isfinite() & (allowed > _TOLERATED * above) & (lengths > _NOTHING)
     if bool(doubtful.any()):
-        norms[doubtful] = row_norms(entry.only(doubtful).rows())
+        rounding = _SUM_UNITS * precision * lengths[doubtful].sqrt()
+        norms[doubtful] = row_norms(entry.only(doubtful).rows()) + rounding
     return norms
 
 

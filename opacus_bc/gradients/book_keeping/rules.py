@@ -312,7 +312,7 @@ def add(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
 
 
 def add_(book: Book, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
-    """The same in place, where that can be seen by nobody but the samples."""
+    """The same in place, where nothing else looks at the same memory."""
     if book.is_parameter(input) or input._is_view():
         raise _no_rule("add_", book, input if book.is_parameter(input) else other)
     return _added(book, input.add_(book.plain(other), alpha=alpha), input, other, alpha)
@@ -345,7 +345,8 @@ def multiply(book: Book, input: Any, other: Any) -> Tensor:
 def join(book: Book, tensors: Any, dim: int = 0) -> Tensor:
     """``torch.cat``: parameters beside the samples, as class tokens are."""
     output = torch.cat([book.plain(each) for each in tensors], dim)
-    return _joined(book, output, tensors, dim, lambda g: torch.split(g, [t.shape[dim] for t in tensors], dim))
+    sizes = [each.shape[dim] for each in tensors]
+    return _joined(book, output, tensors, dim, lambda grad: torch.split(grad, sizes, dim))
 
 
 def stack(book: Book, tensors: Any, dim: int = 0) -> Tensor:
@@ -359,7 +360,7 @@ def _joined(
 ) -> Tensor:
     if dim % output.dim() == 0:  # what was a sample's row is another one's now
         raise _no_rule("cat", book, *filter(book.is_parameter, tensors))
-    values = [_broadcast(book, each, output) for each in tensors]
+    values = [_broadcast(book, each, each) for each in tensors]
 
     def note(grad: Tensor) -> None:
         for value, part in zip(values, apart(_wide(grad)), strict=True):
@@ -392,7 +393,8 @@ def _reduced(grad: Tensor, value: Tensor) -> Tensor:
 def _broadcast(book: Book, value: Any, output: Tensor) -> Any:
     """A parameter as every sample meets it; anything else as it is.
 
-    One that was expanded to a row for each sample has the same row for all: the first one is taken.
+    One that was expanded to a row for each sample has the same row for all: the first one is taken. A
+    function of parameters may have rows that differ; every sample meets its own.
 
     Raises:
         BookKeepingError: It is a parameter of the model with several rows: which one is whose would depend on
