@@ -8,7 +8,6 @@ operating system, and never touches torch's default generator; a run is repeated
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from opacus_bc.mechanism.clipping import accumulation_dtype
 from opacus_bc.mechanism.randomness import entropy, secure_generator
 
-_SMALL = 2**13  # entries up to which a call costs more than its noise
 _LARGE = 2**18  # entries from which a second core pays
 _PIECE = 2**16  # entries that stay in the cache between being drawn and being added
 
@@ -119,24 +117,6 @@ class TorchNoise:
         with ThreadPoolExecutor(2 if torch.get_num_threads() > 1 else 1) as pool:
             # A list asks every half for its result: a failure in a thread must not pass for noise.
             list(pool.map(_add_in_pieces, halves, (std, std), streams))
-
-
-def add_to_all_(noise: NoiseSource, tensors: Sequence[Tensor], stds: Sequence[float]) -> None:
-    """Add independent N(0, std^2) noise to every entry of every tensor, in place.
-
-    Small tensors that get noise of one size get it in one call: most parameters of a network are small.
-    """
-    together: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor, std in zip(tensors, stds, strict=True):
-        if tensor.numel() < _SMALL and tensor.is_contiguous():
-            together.setdefault((std, tensor.dtype, tensor.device), []).append(tensor)
-        else:
-            noise.add_(tensor, std)
-    for (std, _, _), members in together.items():
-        sums = torch.cat([member.reshape(-1) for member in members])
-        noise.add_(sums, std)
-        parts = torch.split(sums, [member.numel() for member in members])
-        torch._foreach_copy_([member.view(-1) for member in members], list(parts))
 
 
 @torch.no_grad()

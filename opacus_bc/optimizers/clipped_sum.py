@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from opacus_bc.draws.ledger import CHUNKS_OVER_RANKS, Delivery
 from opacus_bc.mechanism.clipping import accumulation_dtype
-from opacus_bc.mechanism.noise import NoiseSource, add_to_all_
+from opacus_bc.mechanism.noise import NoiseSource
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.optimizers.private import OpenDraw, PrivateOptimizer
 from opacus_bc.parallel.ranks import Reduction
@@ -80,7 +80,8 @@ class ClippedSumOptimizer(PrivateOptimizer):
             release = [zeros_for(p) for p in draw.params]
         if self.reduction is not None:
             self.reduction.finish_(release)
-        add_to_all_(self.noise, release, stds)
+        for value, std in zip(release, stds, strict=True):
+            self.noise.add_(value, std)
         draw.clipped_sum = None
         self.mask_(release, draw.names)
         if self.loss_reduction == "mean" and self.expected_batch_size != 1:

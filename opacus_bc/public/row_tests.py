@@ -110,7 +110,10 @@ def first_difference(before: Run, after: Run, rows: Rows, row: int, *, tolerance
         return None
     for (name, a), (_, b) in zip(before.seen, after.seen, strict=True):
         left, right = rows.others(a, row), rows.others(b, row)
-        if left is None or right is None or torch.equal(left, right):
+        if left is None or right is None:
+            continue
+        left, right = left.nan_to_num(), right.nan_to_num()  # what is no number here and there is the same
+        if torch.equal(left, right):
             continue
         if tolerance and left.is_floating_point():
             scale = max(float(left.abs().max()), float(right.abs().max()))

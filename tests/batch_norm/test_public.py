@@ -230,7 +230,7 @@ class Doubling(nn.BatchNorm2d):
 
 
 def test_a_users_own_batch_norm_keeps_its_forward() -> None:
-    x = images(6).tensors[0]
+    x = images(6, seed=7).tensors[0]
     layer, plain = Doubling(3), Doubling(3)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(108, 2))
     eng, module, *_ = make_private(model, batch_norm=DataLoader(TensorDataset(x), batch_size=6))

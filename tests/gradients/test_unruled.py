@@ -169,6 +169,6 @@ def test_stochastic_depth_drops_whole_samples_and_the_dropped_ones_have_no_gradi
     dropped: list[Tensor] = []
     model.middle.register_forward_hook(lambda _m, _x, out: dropped.append(out.flatten(1).abs().sum(1) == 0))
     F.cross_entropy(module(x), y).backward()
-    assert 0 < int(dropped[0].sum()) < SIZE  # or the seed is a bad one
+    assert 0 < int(dropped[-1].sum()) < SIZE  # or the seed is a bad one
     gone = model.middle[0].weight.grad_sample.flatten(1).abs().sum(1) == 0
-    assert torch.equal(gone, dropped[0])
+    assert torch.equal(gone, dropped[-1])

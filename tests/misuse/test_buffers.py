@@ -178,7 +178,7 @@ class Hanging(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings("ignore:batch_norm='private'")
+@pytest.mark.filterwarnings("ignore:batch_norm='private'", "ignore:batch_norm='frozen'")
 @pytest.mark.parametrize("name", ["extra", "running_mean", "num_batches_tracked"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_hangs_on_a_batch_norm_layer_is_released_overwritten_or_refused(policy: str, name: str) -> None:

@@ -69,7 +69,7 @@ def individual(model: nn.Module, data: TensorDataset, **kwargs: Any) -> tuple[An
 @pytest.mark.parametrize("alc", [False, True])
 def test_individual_clipping_takes_norms_in_float32_under_autocast(alc: bool) -> None:
     """With norms in bfloat16 the longest of 60 such updates was 0.6 % too long: it had left the ball."""
-    public = {"alc": ALC(DataLoader(blobs(32, seed=9), batch_size=16), layers=1)} if alc else {}
+    public = {"alc": ALC(DataLoader(blobs(32, seed=99), batch_size=16), layers=1)} if alc else {}
     longest = 0.0
     for seed in range(12):
         data = TensorDataset(*(t[:1] for t in blobs(seed=seed).tensors))
@@ -155,8 +155,8 @@ def test_a_grad_scaler_that_is_switched_off_changes_nothing() -> None:
     assert torch.equal(before - weights(model), update(mlp(seed=3), blobs()))
 
 
-def images(n: int = 96) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
+def images(n: int = 96, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
     return TensorDataset(torch.randn(n, 3, 8, 8, generator=generator), torch.arange(n) % 3)
 
 
@@ -206,7 +206,7 @@ def trained(model: nn.Module, how: str = "", **kwargs: Any) -> Tensor:
 )
 @pytest.mark.parametrize("alc", [False, True])
 def test_the_same_run_however_the_model_is_called(how: str, alc: bool) -> None:
-    public = DataLoader(images(32), batch_size=16)
+    public = DataLoader(images(32, seed=5), batch_size=16)
     kwargs: dict[str, Any] = {"alc": public} if alc else {"batch_norm": public, "mini_batch_size": 12}
     reference = trained(convnet(), **kwargs)
     model = convnet().to(memory_format=torch.channels_last) if how == "channels last" else convnet()
@@ -258,6 +258,7 @@ def test_models_with_dict_batches_and_their_own_loss_train() -> None:
         clipping="batch",
         mini_batch_size=8,
         batch_norm=DataLoader(Sentences(), batch_size=16),
+        compare_public=False,  # the same sentences
     )
     assert isinstance(optimizer, BatchClippingOptimizer)
     for batch in loader:

@@ -228,6 +228,7 @@ def _make_private(
         "batch_norm": policy,
         "sampling": method.sampling,
         "noise_generator": noise,
+        "compare_public": False,  # cut by index; real data sets hold equal images of different origin
     }
     if cell.noise_multiplier is not None:
         return engine.make_private(**arguments, noise_multiplier=cell.noise_multiplier)
