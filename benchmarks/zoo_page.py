@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ COLUMNS = (*OURS, "IC one backward", "oracle", "stock Opacus")
 _HEAD = """# The zoo
 
 Does your network train privately with its BatchNorm in place? For every network below: random weights, four
-random images, **one private step** in each mode, `finalize`, a strict load of the released weights into a
-plain network, and equal outputs. Each family of [timm](https://github.com/huggingface/pytorch-image-models)
-is there with its smallest variant; families whose smallest variant has more than 60 million parameters are
-left out.
+random images (of the smallest size that the plain network takes, 32 pixels for most), **one private step** in
+each mode, `finalize`, a strict load of the released weights into a plain network, and equal outputs. Families
+of [timm](https://github.com/huggingface/pytorch-image-models) 1.0.31 are there with their smallest variant, a
+few with several; those whose smallest variant has more than 60 million parameters are left out.
 
 - **BC**, **GBC**: `clipping="batch"`, the latter with mini-sets of two; public statistics.
 - **IC public**, **IC frozen**: `clipping="flat"` with `batch_norm=public_loader` and `batch_norm="frozen"`.
@@ -27,8 +28,8 @@ left out.
   in plain autograd, to 10⁻⁴ (the clip bound alone is 10⁻⁵ smaller, so that it holds in floats).
 - **stock Opacus**: the same step after `ModuleValidator.fix`, which replaces BatchNorm by fresh GroupNorms.
 
-A blank was not run. `python benchmarks/zoo.py` makes this page; `benchmarks/results/zoo.json` has every error
-in full.
+A blank was not run. `python benchmarks/zoo.py` makes this page out of `benchmarks/results/zoo.json`, where
+the errors are longer.
 """
 
 
@@ -44,9 +45,11 @@ def write_page(kept: dict[str, Any]) -> None:
     reasons: list[str] = []
     for title, networks in groups.items():
         rows = [[name.split()[1], *_cells(kept.get(name, {}), columns, reasons)] for name in networks]
-        parts += [f"## {title[0].upper() + title[1:]}\n", _table(["network", *columns], rows)]
+        parts += [f"## {title}\n", _table(["network", *columns], rows)]
     if reasons:
-        parts += ["## What the numbers say\n", "\n".join(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
+        listed = (f"{i}. {text}" for i, text in enumerate(reasons, 1))
+        wrapped = (textwrap.fill(text, 110, subsequent_indent="   ") for text in listed)
+        parts += ["## What the numbers in brackets say\n", "\n".join(wrapped)]
     PAGE.write_text("\n".join(part.rstrip("\n") + "\n" for part in parts))
 
 
