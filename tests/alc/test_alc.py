@@ -13,7 +13,7 @@ import pytest
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip
-from support import blobs, engine, mlp, private_parts
+from support import blobs, engine, given, mlp, private_parts
 from support.alc import KnownNoise, data, three_layers
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
@@ -497,7 +497,7 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
     for keep in (list(range(20)), [i for i in range(20) if i not in (3, 8)]):
         model = mlp()
         _, wrapped, optimizer, batches = private(model, clipping="flat", lr=20.0)
-        next(iter(batches))
+        next(iter(given(batches, keep)))
         optimizer.noise = KnownNoise(0.0)
         start = [p.detach().clone() for p in model.parameters()]
         nn.functional.cross_entropy(wrapped(x[keep]), y[keep]).backward()
@@ -511,7 +511,7 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
 def test_an_empty_batch_releases_noise_and_is_accounted():
     model = mlp()
     made, wrapped, optimizer, batches = private(model, clipping="flat")
-    next(iter(batches))
+    next(iter(given(batches, [])))
     start = [p.detach().clone() for p in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
