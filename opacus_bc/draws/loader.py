@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 from opacus_bc._opacus import DPDataLoader, StockBatchMemoryManager
 from opacus_bc.draws.ledger import CHUNKS_OVER_RANKS, Delivery, DrawLedger
@@ -26,13 +26,17 @@ from opacus_bc.mechanism.types import Loader
 _END = object()
 
 
-class DrawSampler(Sampler[list[int]]):
-    """Batch sampler that hands a draw's mini-sets (or chunks of them) to a DataLoader, one by one."""
+class DrawSampler(BatchSampler):
+    """Batch sampler that hands a draw's mini-sets (or chunks of them) to a DataLoader, one by one.
+
+    Opacus's BatchMemoryManager computes its length from the ``batch_size`` of torch's type.
+    """
 
     def __init__(
         self, draws: DrawSource, ledger: DrawLedger, max_size: int | None, part: Callable[[Draw], Part]
     ) -> None:
         self.draws = draws
+        self.batch_size = draws.plan.mini_set_size
         self.ledger = ledger
         self.max_size = max_size
         self.part = part

@@ -174,8 +174,8 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         if self.dataset is not None and self.dataset is not run.data_loader.dataset:
             warnings.warn(
                 "this engine has accounted another data set object before, and its epsilon adds both up. "
-                "That is right where people are in both (folds of one data set); use a new engine for the "
-                "data of other people",
+                "That is right where people are in both (folds of one data set); use a new PrivacyEngine for "
+                "the data of other people",
                 stacklevel=users_level(),
             )
         former = run.optimizer.licence.holder()

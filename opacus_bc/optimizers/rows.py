@@ -40,7 +40,7 @@ def _cause(rows: int, samples: int) -> str:
             "its layer ran once for the whole batch (a position embedding or a prompt that is spread over "
             "the samples), so all samples share one row; expand its input to one row a sample"
         )
-    if samples and rows % samples == 0:
+    if rows and samples and rows % samples == 0:
         return (
             f"each sample has {rows // samples} of them (several views or frames of a sample, or tokens "
             "folded into the batch), and each would be clipped by itself"

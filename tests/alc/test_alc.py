@@ -13,12 +13,12 @@ import pytest
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip
-from support import GivenDraws, blobs, engine, mlp, private_parts
+from support import blobs, engine, given, mlp, private_parts
 from support.alc import KnownNoise, data, three_layers
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from opacus_bc import ALC, BatchMemoryManager, IndividualClippingOptimizer, PrivateDataLoader, local_update
+from opacus_bc import ALC, BatchMemoryManager, IndividualClippingOptimizer, local_update
 from opacus_bc.alc.adaptive import default_count
 from opacus_bc.optimizers.stock import StockOptimizer
 from opacus_bc.public.data import PublicDataError
@@ -492,12 +492,6 @@ def test_a_scheduler_between_two_chunks_of_a_batch_waits_for_the_next_draw():
     assert optimizer.blocks() != blocks
 
 
-def deliver(batches, *, rows):
-    """A batch of so many samples is outstanding."""
-    draws = GivenDraws(batches.plan, [[list(range(rows))]])
-    next(iter(PrivateDataLoader(batches, draws=draws, ledger=batches.ledger, part=batches.part)))
-
-
 def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
     x, y = (t.clone() for t in PRIVATE[:20])
     x[3], x[8] = math.nan, math.inf
@@ -505,7 +499,7 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
     for keep in (list(range(20)), [i for i in range(20) if i not in (3, 8)]):
         model = mlp()
         _, wrapped, optimizer, batches = private(model, clipping="flat", lr=20.0)
-        deliver(batches, rows=len(keep))
+        next(iter(given(batches, keep)))
         optimizer.noise = KnownNoise(0.0)
         start = [p.detach().clone() for p in model.parameters()]
         nn.functional.cross_entropy(wrapped(x[keep]), y[keep]).backward()
@@ -519,7 +513,7 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_zero():
 def test_an_empty_batch_releases_noise_and_is_accounted():
     model = mlp()
     made, wrapped, optimizer, batches = private(model, clipping="flat")
-    deliver(batches, rows=0)
+    next(iter(given(batches, [])))
     start = [p.detach().clone() for p in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -20,7 +20,6 @@ import opacus_bc.batch_norm.gradients as norm_gradients
 import opacus_bc.mechanism.blocks as mechanism
 import opacus_bc.mechanism.clipping as clipping
 import opacus_bc.optimizers.private as private_optimizer
-from opacus_bc.gradients import probe
 from opacus_bc.accounting import FDPAccountant
 from opacus_bc.audit.claims import AuditResult
 from opacus_bc.audit.command import all_audits, second_step
@@ -33,6 +32,7 @@ from opacus_bc.batch_norm.policy import BatchNormPolicy
 from opacus_bc.draws.ledger import NoFreshBatchError
 from opacus_bc.draws.loader import DrawLedger
 from opacus_bc.draws.sources import PoissonBins
+from opacus_bc.gradients import probe
 from opacus_bc.mechanism.noise import TorchNoise
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
 

@@ -203,7 +203,7 @@ def test_an_unknown_policy_is_named(policy: Any) -> None:
 def test_public_data_that_is_private_is_refused_before_anything_changes(clipping: str) -> None:
     dataset, model = images(), network()
     shared = DataLoader(Subset(dataset, range(8)), batch_size=4)
-    with pytest.raises(ValueError, match="8 of (the )?8 public samples"):
+    with pytest.raises(ValueError, match=r"8 of (the )?8 public samples"):
         make_private(model, dataset, clipping=clipping, batch_norm=shared)
     assert not any(isinstance(m, PolicyLayer) for m in model.modules())
 

@@ -184,3 +184,13 @@ def test_a_backward_on_a_used_batch_does_not_serve_the_next_delivery(mode: str) 
         run.optimizer.step()
     assert torch.equal(weights(run.model), before)
     assert list(run.engine.accountant.history) == booked
+
+
+@pytest.mark.parametrize("mode", ["batch", "mini-sets", "flat", "flat, shuffled"])
+@pytest.mark.parametrize("manager", [BatchMemoryManager, StockBatchMemoryManager])
+def test_a_memory_managers_loader_has_the_length_of_its_chunks(manager: Any, mode: str) -> None:
+    """24 samples a draw in chunks of 6 or 3, two draws a pass; in expectation where draws vary in size."""
+    run = Run(mode)
+    arguments = {"data_loader": run.loader, "max_physical_batch_size": 3, "optimizer": run.optimizer}
+    with manager(**arguments) as chunks:
+        assert len(chunks) == 2 * 24 // 3

@@ -273,7 +273,9 @@ def test_public_data_that_are_private_or_missing_are_refused_before_anything_cha
     for public in (private, half, nothing):
         model = mlp(norm=True)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(ValueError, match=r"belong to the private data|equal to private ones|no batch|empty|0 samples"):
+        with pytest.raises(
+            ValueError, match=r"belong to the private data|equal to private ones|no batch|empty|0 samples"
+        ):
             make(mode, private, model=model, **{argument: DataLoader(public, batch_size=8)})
         assert type(model[1]) is nn.BatchNorm1d
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from opacus.schedulers import ExponentialGradClip
-from support import GivenDraws, blobs, cross_entropy, engine, mlp, weights
+from support import blobs, cross_entropy, engine, given, mlp, weights
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_bc import ALC, BatchMemoryManager, IndividualClippingOptimizer, PrivateDataLoader
+from opacus_bc import ALC, BatchMemoryManager, IndividualClippingOptimizer
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.optimizers.stock import StockOptimizer
 
@@ -48,12 +48,6 @@ def private(model: nn.Module, data: TensorDataset = DATA, *, secure: bool = Fals
         **arguments,
     )
     return maker, wrapper, optimizer, criterion[0] if criterion else nn.functional.cross_entropy, loader
-
-
-def given(loader: Any, *draws: list[int]) -> PrivateDataLoader:
-    """The private loader over draws that a test chooses."""
-    source = GivenDraws(loader.plan, [[draw] for draw in draws])
-    return PrivateDataLoader(loader, draws=source, ledger=loader.ledger, part=loader.part)
 
 
 def released(model: nn.Module, parts: Any, batches: Any) -> list[Tensor]:

@@ -63,6 +63,12 @@ class GivenDraws:
         return iter(self.draws)
 
 
+def given(loader: Any, *draws: list[int]) -> PrivateDataLoader:
+    """The private loader of individual clipping over draws that a test chooses."""
+    source = GivenDraws(loader.plan, [[draw] for draw in draws])
+    return PrivateDataLoader(loader, draws=source, ledger=loader.ledger, part=loader.part)
+
+
 def private_parts(
     model: nn.Module,
     dataset: TensorDataset,
