@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode
 
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.check import check_exactness
@@ -46,6 +47,7 @@ class BookKeeping:
             return
         if torch.compiler.is_compiling():
             raise BookKeepingError(COMPILED)
+        self._drop_interrupted()
         if not torch.is_grad_enabled() or not self.book.open():
             self._running.append(None)
             return
@@ -55,6 +57,13 @@ class BookKeeping:
         recording = Recording(self.book)
         recording.__enter__()  # type: ignore[no-untyped-call]  # torch's
         self._running.append(recording)
+
+    def _drop_interrupted(self) -> None:
+        """End what a KeyboardInterrupt has left running: torch calls no hook after one."""
+        while self._running and (left := self._running[-1]) is not None and left.over:
+            self._running.pop()
+            if _get_current_function_mode() is left:  # type: ignore[no-untyped-call]  # torch's
+                left.__exit__(None, None, None)
 
     def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         book, self.book = self.book, None  # the forward passes of the check are not the batch's

@@ -399,7 +399,7 @@ def _broadcast(book: Book, value: Any, output: Tensor) -> Any:
     Raises:
         BookKeepingError: A parameter of the model's has rows of its own: whose they are depends on the draw.
     """
-    if not book.is_parameter(value) or value.dim() < output.dim() or len(value) == 1:
+    if not book.is_parameter(value) or value.dim() < max(1, output.dim()) or len(value) == 1:
         return value
     if value.stride(0) == 0:
         return book.derive(book.twin(value)[:1])
