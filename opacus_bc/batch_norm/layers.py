@@ -26,11 +26,8 @@ from opacus_bc.mechanism.types import Memo, State
 
 NORM_LAYERS = (_BatchNorm, _InstanceNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_OWN_ONLY = (
-    "upstream",
-    "tap",
-    "normalises_input",
-)  # not for copies: their keeper measures anew, their forwards tap anew
+# Not for copies: their keeper measures anew, their forwards tap anew.
+_OWN_ONLY = ("upstream", "tap", "normalises_input")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no types

@@ -173,8 +173,9 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
     def _warn_of_others(self, run: Run) -> None:
         if self.dataset is not None and self.dataset is not run.data_loader.dataset:
             warnings.warn(
-                "this engine has accounted another data set object before: its epsilon is meant for one data "
-                "set, so use a new PrivacyEngine unless both are the same data",
+                "this engine has accounted another data set object before, and its epsilon adds both up. That "
+                "is right where people are in both (folds of one data set); use a new PrivacyEngine for the "
+                "data of other people",
                 stacklevel=users_level(),
             )
         former = run.optimizer.licence.holder()

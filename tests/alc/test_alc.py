@@ -122,6 +122,7 @@ def test_what_alc_cannot_do_is_refused_before_anything_changes(kwargs, message):
     assert not hasattr(model[0], "autograd_grad_sample_hooks")
 
 
+@pytest.mark.filterwarnings("ignore:batch_norm= changes nothing")
 @pytest.mark.parametrize("batch_norm", [None, "batch"])  # None passes the public loader on to BatchNorm
 def test_public_data_that_overlap_the_private_data_are_refused_and_disjoint_halves_accepted(batch_norm):
     whole = blobs(200)
@@ -271,6 +272,7 @@ def test_norm_is_the_mean_over_mini_sets_and_not_the_norm_of_the_mean():
     assert rule.norms["0.weight"] == pytest.approx(sum(norms) / 8)
 
 
+@pytest.mark.filterwarnings("ignore:.*hold the statistics")
 def test_public_gradients_that_are_not_finite_are_left_out_and_all_of_them_are_an_error():
     x, y = PUBLIC.tensors
     bad = x.clone()

@@ -381,6 +381,7 @@ def test_data_that_were_not_public_before_cannot_become_public(
     assert everything(again) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*hold the statistics")
 def test_frozen_statistics_of_individual_clipping_come_back_and_stay_watched(tmp_path: Path) -> None:
     case, path = Case(kwargs={"clipping": "flat", "batch_norm": "frozen"}), tmp_path / "run.pt"
 
@@ -460,6 +461,7 @@ def test_two_models_of_one_budget_are_loaded_one_after_the_other(tmp_path: Path)
     assert again.accountant.history == ours.accountant.history
 
 
+@pytest.mark.filterwarnings("ignore:.*hold the statistics")
 @pytest.mark.parametrize("inner_saves", [True, False])
 def test_wrapper_and_module_inside_read_each_others_checkpoints(inner_saves: bool, tmp_path: Path) -> None:
     case, path = Case(kwargs={"clipping": "flat", "batch_norm": "frozen"}), tmp_path / "run.pt"

@@ -162,6 +162,7 @@ class Case:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the public data has")
             warnings.filterwarnings("ignore", message="batch_norm='private': with")  # tiny data, much noise
+            warnings.filterwarnings("ignore", message=".*hold the statistics|batch_norm= changes nothing")
             _, optimizer, loader = maker.make_private(
                 module=model,
                 optimizer=self.optimizer(model, lr),
@@ -332,6 +333,7 @@ def test_individual_clipping_in_blocks_keeps_its_sensitivity_and_noise(
     assert maker.accountant.history[0][0] == pytest.approx(1 / mu, rel=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:batch_norm= changes nothing")
 @fuzz
 @given(
     case=cases,

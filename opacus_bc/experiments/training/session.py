@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from opacus_bc import ALC, BatchMemoryManager, PrivacyEngine, PublicStatistics
+from opacus_bc.batch_norm.choices import statistics_modules
 from opacus_bc.draws.sources import FixedPartition, PoissonBins
 from opacus_bc.engine.resume.files import CheckpointError
 from opacus_bc.experiments.training.cells import Cell
@@ -213,7 +214,7 @@ def _make_private(
 ) -> tuple[Any, ...]:
     method = cell.method
     public = DataLoader(data.public, batch_size=min(PUBLIC_BATCH, len(data.public)))
-    policy: Any = method.batch_norm
+    policy: Any = method.batch_norm if statistics_modules(model, individual=True) else None
     if policy == "public":
         policy = PublicStatistics(loader=public, differentiate=method.differentiate)
     arguments: dict[str, Any] = {

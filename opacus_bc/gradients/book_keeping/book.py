@@ -289,7 +289,32 @@ class Book:
 
 
 def _chained(value: Tensor, leaves: Sequence[tuple[int, Tensor]], entry: Entry) -> list[Tensor | None]:
-    """All samples' gradients of the leaves from those of a function of them."""
+    """All samples' gradients of the leaves from those of a function of them.
+
+    Raises:
+        BookKeepingError: The function has a row for each sample, and the rows are not alike.
+    """
+    if isinstance(entry, OwnRows):
+        _refuse_different_rows(value, leaves, entry)
+    return _pulled(value, leaves, entry)
+
+
+def _refuse_different_rows(value: Tensor, leaves: Sequence[tuple[int, Tensor]], entry: OwnRows) -> None:
+    """Rows that differ as functions of the parameters tell a sample by its place in the batch.
+
+    Then a sample that joins the batch would move the others' places, and their gradients with it.
+    """
+    direction = torch.randn(entry.values.shape[1:], generator=torch.Generator().manual_seed(0))
+    alike = OwnRows(direction.to(entry.values).expand_as(entry.values))
+    for grad in _pulled(value, leaves, alike):
+        if grad is not None and not torch.allclose(grad, grad[:1].expand_as(grad), rtol=1e-4, atol=1e-6):
+            raise BookKeepingError(
+                "a function of parameters has a different row for each place in the batch, so that a "
+                "sample's gradient depends on where it stands: use the same row for all samples"
+            )
+
+
+def _pulled(value: Tensor, leaves: Sequence[tuple[int, Tensor]], entry: Entry) -> list[Tensor | None]:
     parts = entry.parts() if isinstance(entry, OwnRows) else [entry.rows()]
     inputs = [leaf for _, leaf in leaves]
     found = [

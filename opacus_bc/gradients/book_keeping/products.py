@@ -70,6 +70,30 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Small instantiated gradients of several parameters side by side: one call serves all of them.
+
+    Attributes:
+        entry: Shape (samples, all their entries).
+        shapes: Of the parameters.
+    """
+
+    entry: Rows
+    shapes: tuple[torch.Size, ...]
+
+    @classmethod
+    def of(cls, members: Sequence[Rows]) -> Joined:
+        """Put entries side by side."""
+        flat = [member.values.reshape(len(member.values), -1) for member in members]
+        return cls(Rows(torch.cat(flat, 1)), tuple(member.values.shape[1:] for member in members))
+
+    def weighted_sums(self, weights: Tensor) -> list[Tensor]:
+        """Every parameter's sum over samples of weight times gradient."""
+        parts = torch.split(self.entry.weighted_sum(weights), [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True)
 class OwnRows:
     """Gradients of a function of parameters that has a row for each sample, of which each uses its own.
 
@@ -104,30 +128,6 @@ class OwnRows:
     def only(self, keep: Tensor) -> Rows:
         """See :class:`Entry`."""
         return Rows(self.rows()[keep])
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Small instantiated gradients of several parameters side by side: one call serves all of them.
-
-    Attributes:
-        entry: Shape (samples, all their entries).
-        shapes: Of the parameters.
-    """
-
-    entry: Rows
-    shapes: tuple[torch.Size, ...]
-
-    @classmethod
-    def of(cls, members: Sequence[Rows]) -> Joined:
-        """Put entries side by side."""
-        flat = [member.values.reshape(len(member.values), -1) for member in members]
-        return cls(Rows(torch.cat(flat, 1)), tuple(member.values.shape[1:] for member in members))
-
-    def weighted_sums(self, weights: Tensor) -> list[Tensor]:
-        """Every parameter's sum over samples of weight times gradient."""
-        parts = torch.split(self.entry.weighted_sum(weights), [shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class Product(Entry, Protocol):

@@ -342,8 +342,8 @@ def multiply(book: Book, input: Any, other: Any) -> Tensor:
     return book.tap(output, note, *((value,) if book.wants(parameter) else ()))
 
 
-def concatenate(book: Book, tensors: Any, dim: int = 0) -> Tensor:
-    """A parameter that stands next to every sample, as class tokens do."""
+def join(book: Book, tensors: Any, dim: int = 0) -> Tensor:
+    """``torch.cat``: parameters beside the samples, as class tokens are."""
     output = torch.cat([book.plain(each) for each in tensors], dim)
     sizes = [each.shape[dim] for each in tensors]
     return _joined(book, output, tensors, dim, lambda grad: torch.split(grad, sizes, dim))
@@ -358,12 +358,12 @@ def stack(book: Book, tensors: Any, dim: int = 0) -> Tensor:
 def _joined(
     book: Book, output: Tensor, tensors: Any, dim: int, apart: Callable[[Tensor], Sequence[Tensor]]
 ) -> Tensor:
-    if dim % output.dim() == 0:
-        raise _no_rule("cat along the samples", book, *filter(book.is_parameter, tensors))
-    parts = [_broadcast(book, each, each) for each in tensors]
+    if dim % output.dim() == 0:  # what was a sample's row is another one's now
+        raise _no_rule("cat", book, *filter(book.is_parameter, tensors))
+    values = [_broadcast(book, each, each) for each in tensors]
 
     def note(grad: Tensor) -> None:
-        for part, value in zip(apart(_wide(grad)), parts, strict=True):
+        for value, part in zip(values, apart(_wide(grad)), strict=True):
             if book.wants(value):
                 book.add(value, _spread(part, value))
 
@@ -397,17 +397,18 @@ def _broadcast(book: Book, value: Any, output: Tensor) -> Any:
     function of parameters may have rows that differ; every sample meets its own.
 
     Raises:
-        BookKeepingError: A parameter of the model's has rows of its own: whose they are depends on the draw.
+        BookKeepingError: It is a parameter of the model with several rows: which one is whose would depend on
+            the order of the batch.
     """
     if not book.is_parameter(value) or value.dim() < max(1, output.dim()) or len(value) == 1:
         return value
     if value.stride(0) == 0:
         return book.derive(book.twin(value)[:1])
     if not book.is_own(value):
-        return value
+        return value  # the book looks whether its rows are alike
     raise BookKeepingError(
-        f"{book.name_of(value)} has {len(value)} rows and meets the batch's: whether they belong to its "
-        "samples cannot be told. Let it have one row, or use grad_sample_mode='hooks'"
+        f"{book.name_of(value)} has {len(value)} rows and meets the batch's: which sample meets which row "
+        "depends on the order of the batch. Let it have one row, or use clipping='batch'"
     )
 
 
@@ -489,9 +490,9 @@ RULES: dict[Any, Rule] = {
     Tensor.mul: multiply,
     Tensor.__mul__: multiply,
     Tensor.__rmul__: multiply,
-    torch.cat: concatenate,
-    torch.concat: concatenate,
-    torch.concatenate: concatenate,
+    torch.cat: join,
+    torch.concat: join,
+    torch.concatenate: join,
     torch.stack: stack,
     Tensor.expand_as: expand_as,
 }

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
+from support import blobs, engine
 from support.book_keeping import Kept, Loss, assert_exact, entries_of, oracle, squares
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.data import DataLoader
 
 from opacus_bc.gradients.book_keeping.book import BookKeepingError
 
@@ -335,3 +337,33 @@ def test_checkpointed_activations_are_refused_and_never_wrong(
     )  # before torch 2.8
     with pytest.raises((BookKeepingError, CheckpointError, RuntimeError), match=words):
         step()
+
+
+class ByPlace(nn.Module):
+    """Adds to each sample the row of a table at its place in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(64, 4))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.table[: len(x)])
+
+
+def test_a_row_for_each_place_in_the_batch_is_refused_though_all_rows_are_equal_now() -> None:
+    """A sample that joins the batch would move the places of others: it could move the sum by 3 C."""
+    model = ByPlace()
+    wrapper, optimizer, loader = engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(blobs(32), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode="bk",
+    )
+    x, _ = next(iter(loader))
+    with pytest.raises(BookKeepingError, match="depends on where it stands"):
+        wrapper(x)  # the check of the first forward reads the book
+    with pytest.raises(BookKeepingError, match="no gradient"):
+        optimizer.step()
