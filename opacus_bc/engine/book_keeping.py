@@ -82,6 +82,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
             bounds=bounds,
             criterion=request.criterion,
             ranks=ranks,
+            hooks=recording,
         ),
         ledger=loader.ledger,
         noise=noise_source,
