@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from opacus_bc._opacus import AbstractGradSampleModule, GradSampleHooks
 from opacus_bc.alc.config import ALC, finest_layers, nominal_rule
 from opacus_bc.alc.freezing import HoverWatch
 from opacus_bc.alc.groups import by_norm
@@ -42,6 +42,20 @@ def default_count(unit: Unit, gradients: int) -> int:
     return max(1, min(LARGEST_COUNT[unit], int(SHARE[unit] * gradients)))
 
 
+class Hooks(Protocol):
+    """What makes per-sample gradients of a model's passes: Opacus's wrappers and hooks, and book-keeping."""
+
+    hooks_enabled: bool
+
+    def disable_hooks(self) -> None:
+        """Make none for the time being."""
+        ...
+
+    def enable_hooks(self) -> None:
+        """Make them again."""
+        ...
+
+
 class AdaptiveClipping:
     """ALC at work: a clip rule that estimates its norms anew between draws.
 
@@ -64,7 +78,7 @@ class AdaptiveClipping:
         criterion: Loss | None = None,
         ranks: Ranks | None = None,  # processes that must have the same bounds
         measure: Measure | None = None,
-        hooks: AbstractGradSampleModule | GradSampleHooks | None = None,  # silenced while public data pass
+        hooks: Hooks | None = None,  # silenced while public data pass
     ) -> None:
         self.config = config
         self._hooks = hooks

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_bc._opacus import AbstractGradSampleModule, GradSampleHooks
-from opacus_bc.alc.adaptive import AdaptiveClipping, Measure
+from opacus_bc.alc.adaptive import AdaptiveClipping, Hooks, Measure
 from opacus_bc.alc.config import ALC, nominal_rule
 from opacus_bc.alc.freezing import check_freezable
 from opacus_bc.draws.plan import SamplingPlan
@@ -74,7 +73,7 @@ def make_rule(
     criterion: Loss | None = None,
     ranks: Ranks | None = None,
     measure: Measure | None = None,
-    hooks: AbstractGradSampleModule | GradSampleHooks | None = None,
+    hooks: Hooks | None = None,
 ) -> ClipRule:
     """The clip rule of every mode; without a ``config`` a fixed one (``bounds`` are those of "per_layer")."""
     if config is None:

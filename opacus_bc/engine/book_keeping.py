@@ -25,6 +25,7 @@ from opacus_bc.engine.run import Guest, Run
 from opacus_bc.gradients.book_keeping.attached import BookKeeping
 from opacus_bc.gradients.book_keeping.book import Book
 from opacus_bc.gradients.probe import CouplingProbe
+from opacus_bc.gradients.sequences import SortedSequences
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.optimizers.book_keeping import BookKeepingOptimizer
 from opacus_bc.parallel.ddp import SummedReduction, check_data_parallel, part_of_batch, ranks_of
@@ -81,6 +82,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
             bounds=bounds,
             criterion=request.criterion,
             ranks=ranks,
+            hooks=recording,
         ),
         ledger=loader.ledger,
         noise=noise_source,
@@ -90,7 +92,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         reduction=reduction,
     )
     private.booking = Booking(accountant, plan)
-    guests: tuple[Guest, ...] = (probe, recording)
+    guests: tuple[Guest, ...] = (probe, recording, SortedSequences(plain))
     if ranks is None:
         guests = (*guests, LateWrapping(plain))
     return Run(

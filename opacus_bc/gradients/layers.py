@@ -28,7 +28,9 @@ def check_layers(
     for name, layer in module.named_modules():
         reason = _moves_weights(layer)
         if reason is None and any(p.requires_grad and p in trained for p in layer.parameters(recurse=False)):
-            if grad_sample_mode in ("hooks", "ghost"):
+            if grad_sample_mode in ("hooks", "ghost", "bk"):
+                reason = _shared_gradient(layer)
+            if reason is None and grad_sample_mode in ("hooks", "ghost"):
                 reason = _wrong_gradient(layer)
             if reason is None and grad_sample_mode == "ghost":
                 reason = _unknown_norm(layer)
@@ -45,6 +47,14 @@ def _moves_weights(layer: nn.Module) -> str | None:
     return None
 
 
+def _shared_gradient(layer: nn.Module) -> str | None:
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:
+        return (
+            "scale_grad_by_freq=True divides a sample's gradient by how often others use the row: use False"
+        )
+    return None
+
+
 def _wrong_gradient(layer: nn.Module) -> str | None:
     """Where Opacus's rule for per-sample gradients is not the layer's gradient."""
     if isinstance(layer, _ConvNd) and layer.padding_mode != "zeros" and type(layer) in _RULES:
@@ -56,10 +66,6 @@ def _wrong_gradient(layer: nn.Module) -> str | None:
         return (
             "Opacus's per-sample gradients of it miss indices that occur twice, and all of mode='max': use "
             "nn.Embedding and a sum, or clipping='batch'"
-        )
-    if isinstance(layer, nn.Embedding) and layer.scale_grad_by_freq:
-        return (
-            "scale_grad_by_freq=True divides a sample's gradient by how often others use the row: use False"
         )
     return None
 

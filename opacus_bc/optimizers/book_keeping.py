@@ -50,6 +50,11 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
         self._entries = {}
         self._book.forget()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also those in the book; what has been clipped of the current draw stays."""
+        super().zero_grad(set_to_none)
+        self._book.clear()
+
     def _check_gradients(self, draw: OpenDraw, delivery: Delivery) -> None:
         if set(self.params) != set(draw.params):
             raise RuntimeError(THAWED)

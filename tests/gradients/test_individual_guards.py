@@ -156,7 +156,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], str]] = {
     "bag": (lambda: nn.EmbeddingBag(5, 3, mode="sum"), ("hooks", "ghost"), "occur twice"),
     "frequency": (
         lambda: nn.Embedding(5, 3, scale_grad_by_freq=True),
-        ("hooks", "ghost"),
+        ("hooks", "ghost", "bk"),
         "how often others use the row",
     ),
     "own layer": (Own, ("ghost",), "grad_sample_mode='hooks'"),

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode
 
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.check import check_exactness
@@ -33,6 +34,7 @@ class BookKeeping:
 
     def __init__(self, module: nn.Module, book: Book, names: Mapping[nn.Parameter, str]) -> None:
         self.book = book
+        self.hooks_enabled = True
         self._names = names
         self._checks_left = _CHECKED
         self._running: list[Recording | None] = []
@@ -46,7 +48,8 @@ class BookKeeping:
             return
         if torch.compiler.is_compiling():
             raise BookKeepingError(COMPILED)
-        if not torch.is_grad_enabled() or not self.book.open():
+        self._drop_interrupted()
+        if not (self.hooks_enabled and torch.is_grad_enabled() and self.book.open()):
             self._running.append(None)
             return
         if self._checks_left > 0:
@@ -56,14 +59,28 @@ class BookKeeping:
         recording.__enter__()  # type: ignore[no-untyped-call]  # torch's
         self._running.append(recording)
 
+    def disable_hooks(self) -> None:
+        """Record nothing for the time being: public data pass, between a batch's backward and its step."""
+        self.hooks_enabled = False
+
+    def enable_hooks(self) -> None:
+        """Record again."""
+        self.hooks_enabled = True
+
+    def _drop_interrupted(self) -> None:
+        """End what a KeyboardInterrupt has left running: torch calls no hook after one."""
+        while self._running and (left := self._running[-1]) is not None and left.over:
+            self._running.pop()
+            if _get_current_function_mode() is left:  # type: ignore[no-untyped-call]  # torch's
+                left.__exit__(None, None, None)
+
     def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         book, self.book = self.book, None  # the forward passes of the check are not the batch's
         assert book is not None
         try:
-            check_exactness(module, args, kwargs, names=self._names, rows=book.rows)
+            self._checks_left -= check_exactness(module, args, kwargs, names=self._names, rows=book.rows)
         finally:
             self.book = book
-        self._checks_left -= 1
 
     def _end(self, *_: Any) -> None:
         recording = self._running.pop() if self.book is not None and self._running else None

@@ -23,6 +23,10 @@ from opacus_bc.gradients.book_keeping.products import (
 )
 
 Note = Callable[..., None]
+CHECKPOINTED = (
+    "torch.utils.checkpoint repeats a part of the forward pass in backward, where nobody watches the "
+    "parameters: run the model without it, or use clipping='batch'"
+)
 
 
 class BookKeepingError(RuntimeError):
@@ -69,6 +73,7 @@ class Book:
         self._wanted: set[int] = set()
         self._entries: dict[int, Entry] = {}
         self._terms: dict[int, tuple[Term, ...]] = {}
+        self._unfinished: set[int] = set()  # backward passes that have written something
         self._twins: dict[int, Tensor] = {}
         self._derived: dict[int, Tensor] = {}
         self._samples = WeakTensorKeyDictionary()
@@ -87,14 +92,26 @@ class Book:
         return True
 
     @property
+    def delivery(self) -> Delivery | None:
+        """The batch that is recorded."""
+        return self._delivery
+
+    @property
     def rows(self) -> int:
         """How many samples the delivered batch has."""
         return 0 if self._delivery is None else self._delivery.size
 
+    def clear(self) -> None:
+        """Drop what backward passes have written, as ``zero_grad()`` drops gradients."""
+        self._entries, self._terms, self._unfinished = {}, {}, set()
+        for twin in self._twins.values():
+            twin.grad = None
+
     def forget(self) -> None:
         """Drop everything that was computed from the batch."""
+        self.clear()
         self._delivery = None
-        self._entries, self._terms, self._twins, self._derived = {}, {}, {}, {}
+        self._twins, self._derived = {}, {}
         self._samples = WeakTensorKeyDictionary()
 
     # -- which tensor is what -------------------------------------------------------------------------------
@@ -170,6 +187,8 @@ class Book:
                 "that are folded into the batch, and layers that run once for the whole batch, are not "
                 "samples; clipping='batch' does not need that"
             )
+        if _recomputed_later():
+            raise BookKeepingError(CHECKPOINTED)
         delivery = self._delivery
 
         def checked(grad: Tensor, *held: Tensor) -> None:
@@ -179,6 +198,7 @@ class Book:
                     "detach what it left behind"
                 )
             if torch._C._will_engine_execute_node(self._arrival):  # not in autograd.grad towards an input
+                self._begin_backward()
                 note(grad, *held)
 
         fresh = output.clone() if output._is_view() else output
@@ -186,6 +206,14 @@ class Book:
         result = tapped if tapped.shape == shape else tapped.view(shape)
         self.mark(result)
         return result
+
+    def _begin_backward(self) -> None:
+        """Note which backward pass is writing, until it has come to its end."""
+        number = torch._C._current_graph_task_id()
+        if number not in self._unfinished:
+            unfinished = self._unfinished
+            unfinished.add(number)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: unfinished.discard(number))
 
     def add(self, parameter: Tensor, entry: Entry) -> None:
         """Write down all samples' gradients of one use of a parameter."""
@@ -223,6 +251,11 @@ class Book:
                 "parameter is used outside of the forward pass of the model (in the loss, by a submodule "
                 "that is called by itself, or in an operation that is not torch's). Call the model itself, "
                 "or use grad_sample_mode='hooks'"
+            )
+        if self._unfinished:
+            raise BookKeepingError(
+                "a backward pass of this batch raised, and what it has written is not all: call "
+                "optimizer.zero_grad() and repeat the forward and the backward pass"
             )
         self._pull_back()
         if not statistics:
@@ -289,6 +322,16 @@ def _pulled(value: Tensor, leaves: Sequence[tuple[int, Tensor]], entry: Entry) -
         for part in parts
     ]
     return [None if grads[0] is None else torch.cat(grads) for grads in zip(*found, strict=True)]
+
+
+def _recomputed_later() -> bool:
+    """Whether ``torch.utils.checkpoint`` drops what is saved now, to compute it anew in backward.
+
+    With an older torch it notices by itself that other tensors are saved then, and raises in backward.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # since torch 2.8
+    hooks = None if top is None else top(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _node_of(leaf: Tensor) -> torch.autograd.graph.Node:

@@ -49,7 +49,7 @@ def check_exactness(
     *,
     names: Mapping[nn.Parameter, str],
     rows: int,
-) -> None:
+) -> bool:
     """Compare the book's weighted sum of a few samples' gradients with autograd's on the same rows.
 
     **Formal guarantee**: weights, gradients, buffers and random streams are what they were.
@@ -60,6 +60,9 @@ def check_exactness(
         kwargs: Its named arguments.
         names: The parameters and their names.
         rows: How many samples the batch has.
+
+    Returns:
+        Whether the batch could be judged: a sample whose gradient is not finite spoils the sum of all.
 
     Raises:
         BookKeepingError: They differ: no per-sample gradient of this model can be trusted.
@@ -77,12 +80,14 @@ def check_exactness(
             with Recording(book):
                 recorded = _outputs(module(*cut, **named))
             if not recorded or any(each.dim() == 0 or len(each) != few for each in recorded):
-                return  # a loss, or no rows: from outside nothing tells the samples apart
+                return True  # a loss, or no rows: from outside nothing tells the samples apart
             put_streams(streams)
             plain = _outputs(module(*cut, **named))
             found, expected = _both_ways(book, trained, recorded, plain)
     finally:
         put_streams(streams)
+    if not all(bool(each.isfinite().all()) for each in expected):
+        return False
     half = any(each.dtype in HALF for each in plain)
     for p, ours, autograds in zip(trained, found, expected, strict=True):
         allowed = _HALF_TOLERANCE if half else _TOLERANCE.get(p.dtype, _HALF_TOLERANCE)
@@ -94,6 +99,7 @@ def check_exactness(
                 "that are not samples, a hook that changes gradients, a custom operation). Nothing was "
                 "released; use grad_sample_mode='hooks' or clipping='batch'"
             )
+    return True
 
 
 def _both_ways(

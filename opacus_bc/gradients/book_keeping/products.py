@@ -84,8 +84,11 @@ class Joined:
     @classmethod
     def of(cls, members: Sequence[Rows]) -> Joined:
         """Put entries side by side."""
-        flat = [member.values.reshape(len(member.values), -1) for member in members]
-        return cls(Rows(torch.cat(flat, 1)), tuple(member.values.shape[1:] for member in members))
+        shapes = tuple(member.values.shape[1:] for member in members)
+        flat = [
+            m.values.reshape(len(m.values), shape.numel()) for m, shape in zip(members, shapes, strict=True)
+        ]
+        return cls(Rows(torch.cat(flat, 1)), shapes)
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """Every parameter's sum over samples of weight times gradient."""

@@ -24,11 +24,19 @@ class Recording(TorchFunctionMode):
     def __init__(self, book: Book) -> None:
         super().__init__()
         self.book = book
+        self._delivery = book.delivery
+
+    @property
+    def over(self) -> bool:
+        """Whether the batch whose forward pass this was has been used or dropped."""
+        return self.book.delivery is not self._delivery
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, book = kwargs or {}, self.book
+        if self.over:  # an interrupted forward pass has left it behind
+            return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
         sampled = any(map(book.is_sample, given))
         if not torch.is_grad_enabled() or not any(map(book.is_parameter, given)):

@@ -400,7 +400,7 @@ def _broadcast(book: Book, value: Any, output: Tensor) -> Any:
         BookKeepingError: It is a parameter of the model with several rows: which one is whose would depend on
             the order of the batch.
     """
-    if not book.is_parameter(value) or value.dim() < output.dim() or len(value) == 1:
+    if not book.is_parameter(value) or value.dim() < max(1, output.dim()) or len(value) == 1:
         return value
     if value.stride(0) == 0:
         return book.derive(book.twin(value)[:1])

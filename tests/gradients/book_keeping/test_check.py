@@ -20,7 +20,7 @@ def private(model: nn.Module, **kwargs: Any) -> Any:
     return engine().make_private(
         module=model,
         optimizer=optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(blobs(32), batch_size=8),
+        data_loader=DataLoader(kwargs.pop("data", blobs(32)), batch_size=8),
         **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "grad_sample_mode": "bk", **kwargs},
     )
 
@@ -101,10 +101,36 @@ def test_only_the_first_forwards_are_checked(monkeypatch: pytest.MonkeyPatch) ->
     from opacus_bc.gradients.book_keeping import attached
 
     found = []
-    monkeypatch.setattr(attached, "check_exactness", lambda *args, **kwargs: found.append(kwargs["rows"]))
+
+    def counted(*args: Any, **kwargs: Any) -> bool:
+        found.append(kwargs["rows"])
+        return True
+
+    monkeypatch.setattr(attached, "check_exactness", counted)
     wrapper, optimizer, loader = private(mlp())
     for _ in range(2):
         for x, y in loader:
             cross_entropy(wrapper, x, y).backward()
             optimizer.step()
     assert len(found) == 3
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+def test_a_batch_with_a_sample_that_is_not_finite_is_not_judged_and_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = (t.clone() for t in blobs(32).tensors)
+    x[0] = float("nan")
+    model, data = mlp(), TensorDataset(x, y)
+    wrapper, optimizer, loader = private(model, data=data, poisson_sampling=False, noise_multiplier=0.0)
+    for _ in range(4):  # four times the first batch
+        batch = next(iter(loader))
+        cross_entropy(wrapper, *batch).backward()
+        optimizer.step()
+    assert bool(torch.isfinite(weights(model)).all())
+    batches = iter(loader)
+    cross_entropy(wrapper, *next(batches)).backward()
+    optimizer.step()
+    monkeypatch.setitem(rules.RULES, F.linear, twice_the_weight)
+    with pytest.raises(BookKeepingError, match="do not add up to autograd's"):
+        cross_entropy(wrapper, *next(batches))

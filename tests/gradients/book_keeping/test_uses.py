@@ -332,7 +332,10 @@ def test_checkpointed_activations_are_refused_and_never_wrong(
         squares(model(torch.randn(ROWS, size))).backward()
         kept.read()
 
-    with pytest.raises((BookKeepingError, CheckpointError, RuntimeError)):
+    words = (
+        "not made sample by sample" if reentrant else r"torch\.utils\.checkpoint|shape"
+    )  # before torch 2.8
+    with pytest.raises((BookKeepingError, CheckpointError, RuntimeError), match=words):
         step()
 
 
