@@ -128,7 +128,9 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             clipping: ``"batch"``, or Opacus's ``"flat"``, ``"per_layer"``, ``"adaptive"``.
             noise_generator: torch generator of the noise, for repeatable runs; with ``"flat"`` and
                 ``"per_layer"`` it also means Opacus's own arithmetic, bit for bit.
-            grad_sample_mode: See Opacus; batch clipping needs no per-sample gradients.
+            grad_sample_mode: Opacus's ``"hooks"``, ``"ghost"``, ``"ew"`` and ``"functorch"``, or ``"bk"``:
+                every sample's gradient is clipped in one ordinary backward, at little more than SGD's price,
+                and the module comes back unwrapped. Batch clipping needs no per-sample gradients.
             wrap_model: See Opacus.
             rand_on_empty: See Opacus; the gradient of a made-up row is discarded.
             mini_batch_size: s, the samples that are clipped together; None clips the whole batch (BC), a

@@ -120,6 +120,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "gbc, float32": {"mini_batch_size": 3, "dtype": torch.float32},
     "gbc, few": {"mini_batch_size": 2, "samples": 40, "steps_per_epoch": 10},
     "alc": {"alc": 3},
+    "one backward": {"clipping": "flat", "grad_sample_mode": "bk"},
+    "one backward, few": {"clipping": "flat", "grad_sample_mode": "bk", "samples": 20},
 }
 
 
