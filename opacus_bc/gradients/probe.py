@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opacus_bc._opacus import DPRNNBase, RNNLinear
-from opacus_bc.mechanism.randomness import put_streams, take_streams
+from opacus_bc.mechanism.randomness import generators_within, put_streams, take_streams
 from opacus_bc.mechanism.types import Memo, State
 from opacus_bc.public.row_tests import Rows, Run, first_difference, nested_tensors, row_count
 from opacus_bc.public.running import untouched_buffers
@@ -69,9 +69,7 @@ class CouplingProbe:
         self._module, self._paused = module, paused
         self._batch_dim = 0 if batch_first else 1
         self._left = FORWARDS
-        self._generators = [
-            g for child in module.modules() for g in vars(child).values() if isinstance(g, torch.Generator)
-        ]
+        self._generators = generators_within(module)
         # Before the forward itself: attributes that a forward leaves for its backward are then its own.
         hung = module if where is None else where
         self._handles = [hung.register_forward_pre_hook(self._try_out, with_kwargs=True)]

@@ -22,6 +22,9 @@ _NORM_ROW = 2048
 # Rows of 2048 float32 squares are summed to within 2e-6 relative (measured and tested); the margin, taken off
 # every clip bound, covers that and the rounding of the products.
 _NORM_MARGIN = 1e-5
+# Clip bounds beyond which a sample is not scaled down but left out: its coefficient would be a float32 with
+# few digits, or none.
+_LONGEST = 1e30
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
@@ -111,7 +114,8 @@ def coefficients_of_norms(
 
     Returns:
         One vector of coefficients for every tensor (the same within a block), and which samples are finite in
-        all blocks; the others have coefficients 0 and must be left out.
+        all blocks, and no longer than a float32 can shorten; the others have coefficients 0 and must be left
+        out.
     """
     device = norms[0].device
     finite = torch.ones(len(norms[0]), dtype=torch.bool, device=device)
@@ -123,8 +127,8 @@ def coefficients_of_norms(
         factors = torch.tensor(block.factors, dtype=torch.float64, device=device)
         stacked = torch.stack([each.to(device) for each in part])
         norm = torch.linalg.vector_norm(stacked.mul_((factors * scale)[:, None]), dim=0)
-        finite &= norm.isfinite()
         limit = block.clip_bound * (1.0 - _NORM_MARGIN)
+        finite &= norm <= limit * _LONGEST  # which NaN is not
         coefficients.append(torch.where(norm > limit, limit / norm, 1.0) * scale)
     if start != len(norms):
         raise ValueError(f"blocks name {start} parameters, got {len(norms)} gradients")

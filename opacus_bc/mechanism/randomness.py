@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import Generator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 
@@ -65,6 +65,11 @@ def generators_of(*loaders: DataLoader[Any]) -> list[torch.Generator]:
     """The generators that loaders and their samplers were given, each once."""
     found = [g for loader in loaders for g in (loader.generator, getattr(loader.sampler, "generator", None))]
     return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
+
+
+def generators_within(module: nn.Module) -> list[torch.Generator]:
+    """The generators that a model's layers hold as attributes."""
+    return [g for child in module.modules() for g in vars(child).values() if isinstance(g, torch.Generator)]
 
 
 def take_streams(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:

@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "functorch": {"grad_sample_mode": "functorch"},
     "ew": {"grad_sample_mode": "ew"},
     "ghost": {"grad_sample_mode": "ghost"},
+    "bk": {"grad_sample_mode": "bk"},
 }
 
 
@@ -309,7 +310,10 @@ def test_the_probe_leaves_no_trace(mode: str) -> None:
         x, y = next(iter(run.loader))
         run.criterion(run.wrapper(x), y).backward()
         held: list[Any] = list(model.parameters())
-        rows = [p.grad if mode == "ghost" else p.grad_sample for p in held]
+        if mode == "bk":
+            rows = [entry.rows() for entry in run.optimizer._book.read(held).values()]
+        else:
+            rows = [p.grad if mode == "ghost" else p.grad_sample for p in held]
         traces.append((streams(), rows, weights(model), model.own.get_state(), x))
         run.optimizer.step()
     (first, rows, moved, own, x), (second, others, unmoved, other, z) = traces

@@ -29,6 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
     "Opacus's flat": {"noise_generator": torch.Generator()},
     "Opacus's per_layer": {"noise_generator": torch.Generator(), **PER_LAYER},
     "ghost": {"grad_sample_mode": "ghost"},
+    "bk": {"grad_sample_mode": "bk"},
+    "bk, per_layer": {"grad_sample_mode": "bk", **PER_LAYER},
 }
 INDIVIDUAL = [mode for mode in MODES if mode != "batch"]
 # Noise and clipped gradients move weights by less than this at C = 1e-6, raw ones by far more.
@@ -81,20 +83,20 @@ MISUSES: dict[str, Callable[[Run, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-@pytest.mark.parametrize("mode", ["batch", "flat", "Opacus's flat"])
+@pytest.mark.parametrize("mode", ["batch", "flat", "bk", "Opacus's flat"])
 def test_the_torch_optimizer_moves_weights_by_the_release_alone(mode: str, misuse: str) -> None:
     run = Run(mode)
     x, y = next(iter(run.loader))
     run.backward(x, y)
     assert run.optimizer.pre_step()
-    if mode != "batch":
+    if mode not in ("batch", "bk"):
         run.wrapper.disable_hooks()  # the misuse's own passes are not about per-sample gradients
-    with pytest.raises(RuntimeError, match="Nothing was moved"):
+    with pytest.raises(RuntimeError, match=r"Nothing was moved|rows for a batch of"):
         MISUSES[misuse](run, x, y)
     assert run.moved() == 0
 
 
-@pytest.mark.parametrize("mode", ["batch", "flat"])
+@pytest.mark.parametrize("mode", ["batch", "flat", "bk"])
 def test_an_interrupted_step_leaves_no_licence_behind(mode: str) -> None:
     run = Run(mode)
 
@@ -113,7 +115,7 @@ def test_an_interrupted_step_leaves_no_licence_behind(mode: str) -> None:
 
 
 @pytest.mark.parametrize("thawed", [True, False], ids=["thawed", "frozen"])
-@pytest.mark.parametrize("mode", ["flat", "Opacus's flat", "ghost"])
+@pytest.mark.parametrize("mode", ["flat", "bk", "Opacus's flat", "ghost"])
 def test_a_layer_thawed_or_frozen_within_a_draw_is_refused_before_anything_changes(
     mode: str, thawed: bool
 ) -> None:
@@ -162,7 +164,7 @@ def test_bounds_that_opacus_stores_cannot_be_changed_under_the_noise(mode: str) 
     assert run.moved() == 0
 
 
-@pytest.mark.parametrize("mode", ["batch", "flat", "Opacus's flat"])
+@pytest.mark.parametrize("mode", ["batch", "flat", "bk", "Opacus's flat"])
 def test_a_superseded_iterator_takes_no_batch_of_the_newer_pass(mode: str) -> None:
     """Persistent workers serve the newest pass, whoever asks."""
     data = [(torch.full((4,), float(i)), i % 2) for i in range(48)]
@@ -196,7 +198,7 @@ class Failing(Dataset[Any]):
         return DATA[index]
 
 
-@pytest.mark.parametrize("mode", ["batch", "flat", "Opacus's flat"])
+@pytest.mark.parametrize("mode", ["batch", "flat", "bk", "Opacus's flat"])
 def test_chunks_after_one_that_was_never_delivered_serve_no_step(mode: str) -> None:
     run = Run(mode, data=Failing(at=10))
     manager = StockBatchMemoryManager(

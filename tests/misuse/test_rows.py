@@ -31,10 +31,12 @@ MODES: dict[str, dict[str, Any]] = {
     "ghost": {"grad_sample_mode": "ghost"},
     "alc": {"alc": ALC(PUBLIC)},
     "per_layer": {"clipping": "per_layer"},
+    "bk": {"grad_sample_mode": "bk"},
+    "bk, per_layer": {"grad_sample_mode": "bk", "clipping": "per_layer"},
     "Opacus's flat": {"noise_generator": torch.Generator()},
     "Opacus's per_layer": {"noise_generator": torch.Generator(), "clipping": "per_layer"},
 }
-REFUSED = r"the loader delivered \d+ samples|rows for \d+ losses|with \d+ and \d+ rows"
+REFUSED = r"the loader delivered \d+ samples|rows for \d+ losses|with \d+ and \d+ rows|rows for a batch of"
 
 
 class Plain(nn.Module):

@@ -26,11 +26,15 @@ PUBLIC = DataLoader(blobs(16, seed=5), batch_size=8)
 GIVEN = {"noise_generator": torch.Generator().manual_seed(3)}
 PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [C / 2] * 4}
 GHOST = {"grad_sample_mode": "ghost"}
+BK = {"grad_sample_mode": "bk"}
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {},
     "per_layer": PER_LAYER,
     "ghost": GHOST,
     "alc": {"alc": ALC(PUBLIC)},
+    "bk": BK,
+    "bk, per_layer": {**BK, **PER_LAYER},
+    "bk, alc": {**BK, "alc": ALC(PUBLIC)},
     "Opacus's flat": GIVEN,
     "Opacus's per_layer": {**PER_LAYER, **GIVEN},
     "Opacus's ghost": {**GHOST, **GIVEN},
@@ -70,6 +74,9 @@ SECURE: dict[str, dict[str, Any]] = {
     "flat, alc by scaling": {"alc": ALC(PUBLIC, apply="scale", refresh="once")},
     "per_layer": PER_LAYER,
     "ghost": GHOST,
+    "bk": BK,
+    "bk, per_layer": {**BK, **PER_LAYER},
+    "bk, alc by scaling": {**BK, "alc": ALC(PUBLIC, apply="scale", refresh="once")},
 }
 
 
@@ -106,7 +113,7 @@ def test_secure_draws_of_individual_clipping_are_poisson_and_follow_no_seed() ->
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("kind", [{}, GHOST, PER_LAYER, {"clipping": "batch"}], ids=str)
+@pytest.mark.parametrize("kind", [{}, GHOST, PER_LAYER, BK, {"clipping": "batch"}], ids=str)
 def test_secure_draws_come_from_the_cryptographic_generator(kind: dict[str, Any], seeded: bool) -> None:
     randomgen = pytest.importorskip("randomgen")
     generator = torch.Generator().manual_seed(0) if seeded else None
@@ -164,7 +171,7 @@ class Long(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"clipping": "per_layer", "max_grad_norm": [C]}], ids=["flat", "per_layer"]
+    "kwargs", [{}, {"clipping": "per_layer", "max_grad_norm": [C]}, BK], ids=["flat", "per_layer", "bk"]
 )
 def test_a_long_gradient_stays_in_its_ball_float_rounding_included(kwargs: dict[str, Any]) -> None:
     data = TensorDataset(LONG.repeat(2, 1), torch.zeros(2, 1))
@@ -305,7 +312,7 @@ def test_inputs_that_a_forward_without_backward_has_recorded_are_never_pickled(k
 def test_a_sample_that_is_not_finite_counts_as_zero_in_both_arithmetics() -> None:
     x, y = (t.clone() for t in DATA.tensors)
     x[0] = math.inf
-    for kwargs in ({}, GIVEN):
+    for kwargs in ({}, GIVEN, BK):
         model = mlp()
         parts = private(model, TensorDataset(x, y), noise_multiplier=0.0, **kwargs)
         with_it, without = released(model, parts, given(parts[4], [0, 1, 2], []))
@@ -314,7 +321,7 @@ def test_a_sample_that_is_not_finite_counts_as_zero_in_both_arithmetics() -> Non
         assert float(without.norm()) == 0
 
 
-@pytest.mark.parametrize("kind", ["flat", "per_layer", "Opacus's flat", "Opacus's per_layer"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith(("flat", "per_layer", "bk"))])
 def test_a_sample_that_overflows_in_one_layer_counts_in_no_layer(kind: str) -> None:
     """Oracle: the release of the same draw without that sample."""
     x, y = (t.clone() for t in DATA.tensors)
@@ -374,9 +381,10 @@ def test_our_arithmetic_clips_unless_noise_is_to_be_repeated(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{}, PER_LAYER], ids=["flat", "per_layer"])
-def test_both_arithmetics_release_the_same_sums(kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("other", [{}, BK], ids=["hooks", "bk"])
+def test_all_arithmetics_release_the_same_sums(kwargs: dict[str, Any], other: dict[str, Any]) -> None:
     sums = []
-    for generator in ({}, GIVEN):
+    for generator in (other, GIVEN):
         model = mlp()
         parts = private(model, noise_multiplier=0.0, **kwargs, **generator)
         sums.append(released(model, parts, given(parts[4], list(range(16))))[0])

@@ -15,7 +15,7 @@ from opacus_bc.draws.ledger import Delivery
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.recording import Recording
 from opacus_bc.mechanism.clipping import HALF
-from opacus_bc.mechanism.randomness import put_streams, take_streams
+from opacus_bc.mechanism.randomness import generators_within, put_streams, take_streams
 from opacus_bc.public.running import untouched_buffers
 
 _ROWS = 4
@@ -52,7 +52,7 @@ def check_exactness(
 ) -> bool:
     """Compare the book's weighted sum of a few samples' gradients with autograd's on the same rows.
 
-    **Formal guarantee**: weights, gradients, buffers and random streams are what they were.
+    **Formal guarantee**: weights, gradients, buffers, inputs and random streams are what they were.
 
     Args:
         module: The model; it must not be recorded meanwhile.
@@ -68,24 +68,24 @@ def check_exactness(
         BookKeepingError: They differ: no per-sample gradient of this model can be trusted.
     """
     few = min(_ROWS, rows)
-    cut = [_cut(value, rows, few) for value in args]
-    named = {key: _cut(value, rows, few) for key, value in kwargs.items()}
+    first, second = (_cut((tuple(args), dict(kwargs)), rows, few) for _ in range(2))  # a forward may write
     trained = [p for p in names if p.requires_grad and p.grad is None]
     book = Book(names, lambda: trained, _FewRows(few))
-    streams = take_streams()
+    generators = generators_within(module)
+    streams = take_streams(generators)
     try:
         with untouched_buffers(module):  # until after the backward passes, which may need them
             book.open()
-            book.mark((cut, named))
+            book.mark(first)
             with Recording(book):
-                recorded = _outputs(module(*cut, **named))
+                recorded = _outputs(module(*first[0], **first[1]))
             if not recorded or any(each.dim() == 0 or len(each) != few for each in recorded):
                 return True  # a loss, or no rows: from outside nothing tells the samples apart
-            put_streams(streams)
-            plain = _outputs(module(*cut, **named))
+            put_streams(streams, generators)
+            plain = _outputs(module(*second[0], **second[1]))
             found, expected = _both_ways(book, trained, recorded, plain)
     finally:
-        put_streams(streams)
+        put_streams(streams, generators)
     if not all(bool(each.isfinite().all()) for each in expected):
         return False
     half = any(each.dtype in HALF for each in plain)
@@ -123,7 +123,8 @@ def _zeros(p: Tensor) -> Tensor:
 
 def _cut(value: Any, rows: int, few: int) -> Any:
     if isinstance(value, Tensor):
-        return value[:few] if value.dim() and len(value) == rows else value
+        part = value[:few] if value.dim() and len(value) == rows else value
+        return part.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
         return {key: _cut(each, rows, few) for key, each in value.items()}
     if type(value) in (tuple, list):

@@ -134,3 +134,19 @@ def test_a_batch_with_a_sample_that_is_not_finite_is_not_judged_and_does_not_cou
     monkeypatch.setitem(rules.RULES, F.linear, twice_the_weight)
     with pytest.raises(BookKeepingError, match="do not add up to autograd's"):
         cross_entropy(wrapper, *next(batches))
+
+
+def test_the_check_writes_into_no_input_and_no_gradient_of_one() -> None:
+    class Writing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.add_(1.0) if not x.requires_grad else x * 2.0)
+
+    wrapper, _, loader = private(Writing(4, 2))
+    x, _ = next(iter(loader))
+    before = x.clone()
+    wrapper(x)
+    assert torch.equal(x, before + 1.0)
+    leaf = before.clone().requires_grad_()
+    wrapper(leaf)
+    assert leaf.grad is None
+    assert leaf.requires_grad
