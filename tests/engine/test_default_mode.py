@@ -156,7 +156,7 @@ def test_the_users_own_module_comes_back_and_the_loop_is_the_usual_one() -> None
 
 @pytest.mark.parametrize("modes", [("hooks", None), (None, "hooks")], ids=["hooks first", "bk first"])
 def test_a_checkpoint_of_the_other_mode_goes_on_exactly(tmp_path: Path, modes: tuple[Any, Any]) -> None:
-    """Oracle: one run in the first mode. Draws, noise and epsilon are the same, and weights up to rounding."""
+    """Oracle: one run in the first mode. Draws, noise and epsilon are its own, weights up to rounding."""
     straight, first = Training(modes[0]), Training(modes[0])
     straight.loader.draws.generator.bit_generator.state = first.loader.draws.generator.bit_generator.state
     for run in (straight, first):
