@@ -131,7 +131,7 @@ def test_a_layer_that_has_no_rule_is_welcome_where_the_optimizer_does_not_hold_i
 
 
 def test_a_function_that_one_backward_cannot_follow_is_welcome_outside_the_optimizer() -> None:
-    """Its product is averaged over the batch, where no rule tells samples apart. It is zero and mixes none."""
+    """Its product is averaged over the batch: no rule tells samples apart. It is zero and mixes none."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
