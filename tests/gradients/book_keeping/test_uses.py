@@ -108,6 +108,13 @@ def models() -> dict[str, nn.Module]:
             at=nn.Embedding(9, WIDTH),
             layer=linear(),
         ),
+        "a repeated token, used twice": Uses(
+            lambda m, x: (lambda t: m.layer(torch.cat([t, x * t.tanh()], 1)) + t)(
+                m.token.repeat(len(x), 1, 1)
+            ),
+            token=torch.randn(1, 1, WIDTH),
+            layer=linear(),
+        ),
         "a class token by expand": Uses(
             lambda m, x: m.layer(torch.cat([m.token.expand(len(x), -1, -1), x], 1)),
             token=torch.randn(1, 1, WIDTH),
