@@ -43,6 +43,11 @@ def linear(outputs: int = WIDTH, **kwargs: Any) -> nn.Linear:
     return nn.Linear(WIDTH, outputs, **kwargs)
 
 
+def repeated_token(m: Any, x: Tensor) -> Tensor:
+    token = m.token.repeat(len(x), 1, 1)
+    return m.layer(torch.cat([token, x * token.tanh()], 1)) + token
+
+
 def in_place(m: Any, x: Tensor) -> Tensor:
     out = m.first(x)
     out = F.relu(out, inplace=True)
