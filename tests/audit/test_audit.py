@@ -244,12 +244,12 @@ METHODS = {
     "BC": Toy(method="BC"),
     "GBC": Toy(method="GBC", mini_sets=4),
     "IC": Toy(method="IC"),
-    "ALC": Toy(method="ALC", layers=4, noise_multiplier=2.0),
-    "ALC scale": Toy(method="ALC scale", layers=4),
+    "ALC": Toy(method="BC + ALC", layers=4, noise_multiplier=2.0),
+    "ALC scale": Toy(method="BC + ALC by scaling", layers=4),
     "IC + ALC": Toy(method="IC + ALC", layers=3, noise_multiplier=2.0),
     "shuffle": Toy(method="BC", sampling="shuffle", steps_per_epoch=3, steps=2),
     "IC shuffle": Toy(method="IC", sampling="shuffle", steps_per_epoch=3, steps=2),
-    "IC + BatchNorm": Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
+    "IC + BatchNorm": Toy(method="IC + BatchNorm, differentiated", noise_multiplier=2.0, steps=4),
 }
 
 

@@ -22,8 +22,8 @@ import opacus_bc.mechanism.clipping as clipping
 import opacus_bc.optimizers.private as private_optimizer
 from opacus_bc.accounting import FDPAccountant
 from opacus_bc.audit.claims import AuditResult
-from opacus_bc.audit.command import all_audits, second_step
 from opacus_bc.audit.resumed import audit_resumed
+from opacus_bc.audit.table import all_audits, second_step
 from opacus_bc.audit.toys import PrivateToy, Toy, make_toy
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
 from opacus_bc.audit.worst_case import audit_worst_case, releases
@@ -253,9 +253,11 @@ FIFTY = {"steps": 50, "steps_per_epoch": 10}
 BC = partial(audit_worst_case, Toy(method="BC"), name="BC", repetitions=20_000)
 GBC = partial(audit_worst_case, Toy(method="GBC", mini_sets=4), name="GBC", repetitions=20_000)
 ALC = partial(
-    audit_worst_case, Toy(method="ALC", layers=4, noise_multiplier=2.0), name="ALC", repetitions=20_000
+    audit_worst_case, Toy(method="BC + ALC", layers=4, noise_multiplier=2.0), name="ALC", repetitions=20_000
 )
-SCALE = partial(audit_worst_case, Toy(method="ALC scale", layers=4), name="scale", repetitions=20_000)
+SCALE = partial(
+    audit_worst_case, Toy(method="BC + ALC by scaling", layers=4), name="scale", repetitions=20_000
+)
 RUN = partial(audit_worst_case, Toy(method="BC", **FIFTY), name="BC", repetitions=20_000)
 TWICE = partial(
     audit_worst_case,
@@ -276,7 +278,7 @@ BUFFERS = partial(audit_buffers, name="buffers", runs=60, noise_multiplier=8.0)
 INDIVIDUAL_BUFFERS = partial(BUFFERS, policy="individual", steps=6, noise_multiplier=30.0)
 NORM = partial(
     audit_worst_case,
-    Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
+    Toy(method="IC + BatchNorm, differentiated", noise_multiplier=2.0, steps=4),
     name="IC + BatchNorm",
     repetitions=10_000,
 )
