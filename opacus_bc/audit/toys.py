@@ -165,12 +165,12 @@ def repeat_noise(optimizer: Any, seed: int) -> None:
 def samples(toy: Toy, copies: int, canaries: int) -> Tensor:
     """The copies and after them the canaries, one column for each layer.
 
-    With BatchNorm and individual clipping, copies are of ordinary size and the canary is not: it would turn
-    all of them around if statistics were the batch's, and its loss outweighs theirs.
+    With BatchNorm and individual clipping the canary's loss outweighs those of the copies, its gradient goes
+    through the statistics, and it would turn all copies around if statistics were the batch's.
     """
     if toy.mode.batch_norm is not None:
         size = _SIZE * toy.max_grad_norm
-        rows = [[[3, 1, size]] * 2, [[-1e3, 2e3, 1e3 * size]]]
+        rows = [[[3, 1, size]] * 2, [[0, 0, 1e3 * size]]]
         if not toy.individual:
             rows = [[[3, 1, -size], [-3, -1, -size]], [[0, 0, 2 * copies * size]]]
         ordinary, canary = (torch.tensor(row, dtype=torch.float64) for row in rows)
