@@ -5,8 +5,8 @@
 
 Runs copies of mnist, cifar10, char-lstm-classification, dcgan and imdb on the CPU with small settings, and
 prints for each how many lines were changed and what it printed last. `--stock` changes nothing, `--only`
-chooses. DIR holds torchvision's MNIST and CIFAR-10 as cifar10.npz (the first 2,000 images are used). Names for
-char-lstm, and texts, `datasets` and `transformers` for imdb, are made up in the format that the examples read.
+chooses. DIR holds torchvision's MNIST and CIFAR-10 as cifar10.npz (its first 2,000 images are used). Names
+for char-lstm, and texts, `datasets` and `transformers` for imdb, are made up in the format that they read.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class Difference:
     Attributes:
         why: What they expect, and what happens here.
         words: Each failure says one of these.
-        tests: Their names, ``Class::test`` or the end of it that several classes share.
+        tests: Their names, ``Class::test``.
     """
 
     why: str

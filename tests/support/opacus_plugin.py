@@ -1,11 +1,13 @@
 """pytest plugin: Opacus's own tests meet this package's engine and memory manager instead of Opacus's.
 
 ``make opacus-tests`` runs them. A test of :data:`support.opacus_differences.DIFFERENCES` must fail, with the
-words that are listed; every other test must pass. Property tests try ten examples, always the same.
+words that are listed; every other test must pass. Property tests try few examples,
+always the same.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 
 import opacus
@@ -13,15 +15,17 @@ import opacus.privacy_engine
 import opacus.utils.batch_memory_manager
 import pytest
 from hypothesis import settings
-from support.opacus_differences import DIFFERENCES, Difference
 
 from opacus_bc import BatchMemoryManager, PrivacyEngine
+from support.opacus_differences import DIFFERENCES, Difference
 
 opacus.PrivacyEngine = PrivacyEngine
 opacus.privacy_engine.PrivacyEngine = PrivacyEngine
 opacus.utils.batch_memory_manager.BatchMemoryManager = BatchMemoryManager
 
-settings.register_profile("opacus", max_examples=10, derandomize=True, deadline=None)
+settings.register_profile(
+    "opacus", max_examples=int(os.environ.get("OPACUS_TESTS_EXAMPLES", "4")), derandomize=True, deadline=None
+)
 settings.load_profile("opacus")
 
 EXPECTED: dict[str, Difference] = {name: found for found in DIFFERENCES for name in found.tests}
