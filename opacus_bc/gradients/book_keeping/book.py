@@ -185,7 +185,8 @@ class Book:
                 f"a layer returned {shape[0] if shape else 'no'} rows for a batch of {self.rows} samples: "
                 "individual clipping needs one row for each sample in every layer. Frames, views or tokens "
                 "that are folded into the batch, and layers that run once for the whole batch, are not "
-                "samples; clipping='batch' does not need that"
+                "samples; clipping='batch' does not need that, and grad_sample_mode='hooks' lets Opacus's "
+                "recurrent layers drop the rows of packed sequences that have ended"
             )
         if _recomputed_later():
             raise BookKeepingError(CHECKPOINTED)
