@@ -104,7 +104,7 @@ class Checkpoints:
         content = files.read(path, **torch_load_kwargs)
         own = content.get(files.KEY)
         state = own["run"] if own else None
-        if run is not None and state is not None:
+        if run is not None and own and state is not None:
             check_run_state(run, state)
             _check_owners(run, path, own["id"])
         self._check_history(content["privacy_accountant_state_dict"], own, parts)
