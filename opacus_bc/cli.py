@@ -114,7 +114,11 @@ def epsilon(
         json: print JSON instead of a table.
         plot: write the trade-off curve to this file (.png, .pdf, .svg).
     """
-    plan = schedule(batch_size, _units(dataset_size, users), epochs, sample_rate, steps)
+    size = _units(dataset_size, users)
+    # With a sample rate nobody needs their number: --users says who is protected.
+    plan = schedule(
+        batch_size, None if users and sample_rate is not None else size, epochs, sample_rate, steps
+    )
     unit: Unit = "sample" if users is None else "user"
     facts = report(plan, noise_multiplier, layers, delta, sampling, plot, unit)
     _show(facts, json, title=f"noise multiplier {noise_multiplier:g}, {layers} layer(s), {sampling} sampling")
@@ -159,7 +163,11 @@ def calibrate(
         json: print JSON instead of a table.
         plot: write the trade-off curve to this file (.png, .pdf, .svg).
     """
-    plan = schedule(batch_size, _units(dataset_size, users), epochs, sample_rate, steps)
+    size = _units(dataset_size, users)
+    # With a sample rate nobody needs their number: --users says who is protected.
+    plan = schedule(
+        batch_size, None if users and sample_rate is not None else size, epochs, sample_rate, steps
+    )
     unit: Unit = "sample" if users is None else "user"
     sigma = accounting.noise_multiplier(
         target_epsilon=epsilon,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -469,3 +470,92 @@ def test_units_know_their_users():
     assert [index.samples_of(u).tolist() for u in range(3)] == [[1], [0, 2], [3]]
     other = Units(lambda i: "xyx!"[i]).index(4)
     assert other.fingerprint() == index.fingerprint() != Units([0, 0, 1, 2]).index(4).fingerprint()
+
+
+@pytest.mark.parametrize("clipping", ["batch", "flat"])
+def test_the_statement_says_who_is_protected(clipping):
+    engine, model, optimizer, loader = flat_run(
+        clipping=clipping, unit=IDS, mini_batch_size=4, noise_multiplier=2.0
+    )
+    one_epoch(model, optimizer, loader, [])
+    text = engine.statement(1e-5)
+    assert "differential privacy of users with all their samples" in text
+    assert "one user with all their samples, at most 4 per step (add/remove one user)" in text
+    assert "rate 0.5, 10 private users" in text
+    assert "one vector for each drawn user" in text
+    assert "every sample has the id of the one user" in text
+    facts = json.loads(engine.statement(1e-5, format="json"))["runs"][0]
+    assert (facts["protects"], facts["dataset_size"], facts["sensitivity"]) == ("user", 10, "0.3")
+
+
+def test_the_statement_says_that_views_are_averaged():
+    engine, model, optimizer, loader = flat_run(views=3, noise_multiplier=2.0)
+    one_epoch(model, optimizer, loader, [])
+    text = engine.statement(1e-5)
+    assert "the mean of 3 views of a sample" in text
+    assert "one sample with all its views (add/remove one)" in text
+    assert "40 private samples" in text
+
+
+def test_the_layer_report_says_who_is_protected():
+    public = DataLoader(TensorDataset(Augmented(12).x + 1.0, Augmented(12).y), batch_size=4)
+    engine, *_ = flat_run(alc=public, unit=IDS, mini_batch_size=4)
+    assert str(engine.layer_report()).endswith(
+        "one clipped vector is one user, with all their samples of a step"
+    )
+    engine, *_ = flat_run(alc=public)
+    assert "user" not in str(engine.layer_report())
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_a_budget_of_users_ends_the_loader(sampling):
+    engine, model, optimizer, loader = flat_run(
+        unit=IDS,
+        mini_batch_size=4,
+        noise_multiplier=1.0,
+        sampling=sampling,
+        poisson_sampling=sampling != "shuffle",
+    )
+    engine.stop_at(6.0, 1e-5)
+    for _ in range(9):
+        one_epoch(model, optimizer, loader, [])
+    assert 0 < engine.get_epsilon(1e-5) <= 6.0
+    assert optimizer.steps_taken < 18
+
+
+@pytest.mark.parametrize(
+    "options", [{"unit": IDS, "mini_batch_size": 4}, {"views": 2}], ids=["users", "views"]
+)
+@pytest.mark.parametrize("mode", ["hooks", "bk"])
+def test_secure_mode_draws_units_from_a_cryptographic_generator(mode, options):
+    model = dense()
+    engine = PrivacyEngine(secure_mode=True)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+        data_loader=DataLoader(TensorDataset(Augmented(40).x, Augmented(40).y), batch_size=5),
+        noise_multiplier=1.0,
+        max_grad_norm=C,
+        grad_sample_mode=mode,
+        **options,
+    )
+    assert type(loader.draws.generator.bit_generator).__name__ == "AESCounter"
+    assert optimizer.noise.secure
+    one_epoch(model, optimizer, loader, [])
+
+
+def test_an_exact_resume_of_users_goes_on_bit_by_bit(tmp_path):
+    def start() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        return flat_run(unit=IDS, mini_batch_size=2, grad_sample_mode="bk", noise_multiplier=1.0)
+
+    engine, model, optimizer, loader = start()
+    one_epoch(model, optimizer, loader, [])
+    path = tmp_path / "run.pt"
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer, exact=True)
+    one_epoch(model, optimizer, loader, [])
+    expected = [p.detach().clone() for p in model.parameters()]
+    engine, model, optimizer, loader = start()
+    engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    one_epoch(model, optimizer, loader, [])
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
