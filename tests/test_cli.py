@@ -95,7 +95,7 @@ def test_calibration_meets_the_target(capsys: pytest.CaptureFixture[str], tmp_pa
         ("epsilon --noise-multiplier -1 --sample-rate 0.1 --steps 3", "noise_multiplier=-1.0"),
         ("epsilon --noise-multiplier 1 --sample-rate 1.5 --steps 3", "sample_rate=1.5"),
         ("epsilon --noise-multiplier 1 --sample-rate 0.5 --steps 3 --delta 0", "delta=0.0"),
-        ("epsilon --noise-multiplier 1", "--batch-size, --dataset-size and --epochs"),
+        ("epsilon --noise-multiplier 1", "--batch-size, --dataset-size (or --users) and --epochs"),
         ("epsilon --noise-multiplier 1 --batch-size 10 --dataset-size 5 --epochs 1", "batch_size=10"),
         ("calibrate --sample-rate 0.5 --steps 3", "exactly one"),
         ("calibrate --epsilon -2 --sample-rate 0.5 --steps 3", "target_epsilon=-2.0"),
