@@ -9,6 +9,7 @@ from opacus_bc.batch_norm.choices import BatchNormPolicyError, UnprotectedStatis
 from opacus_bc.batch_norm.private import PrivateStatistics
 from opacus_bc.batch_norm.public import PublicStatistics
 from opacus_bc.draws.loader import BatchMemoryManager, PrivateDataLoader
+from opacus_bc.draws.units import Units
 from opacus_bc.engine.privacy_engine import PrivacyEngine
 from opacus_bc.engine.resume.files import CheckpointError
 from opacus_bc.gradients.local_update import local_update
@@ -37,6 +38,7 @@ __all__ = [
     "PublicDataError",
     "PublicStatistics",
     "TradeOffCurve",
+    "Units",
     "UnprotectedStatisticsError",
     "WarmupCosine",
     "accounting",
