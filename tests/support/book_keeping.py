@@ -31,7 +31,7 @@ class Kept:
     def __init__(self, model: nn.Module, trained: Callable[[], Any] | None = None) -> None:
         self.model, self.ledger = model, DrawLedger()
         self.names = {p: name for name, p in model.named_parameters()}
-        self.book = Book(self.names, trained or (lambda: list(self.names)), self.ledger)
+        self.book = Book(self.names, trained or (lambda: list(self.names)), self.ledger, quiet=True)
         self.recording = BookKeeping(model, self.book, self.names)
         self.recording._checks_left = 0
         self._serial = 0
