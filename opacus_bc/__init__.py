@@ -13,14 +13,17 @@ from opacus_bc.draws.units import Units
 from opacus_bc.engine.privacy_engine import PrivacyEngine
 from opacus_bc.engine.resume.files import CheckpointError
 from opacus_bc.gradients.local_update import local_update
+from opacus_bc.optimizers.averaging import AveragedWeights
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
 from opacus_bc.optimizers.samples import IndividualClippingOptimizer
+from opacus_bc.optimizers.schedules import WarmupCosine
 from opacus_bc.public.data import PublicDataError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALC",
+    "AveragedWeights",
     "BatchClippingOptimizer",
     "BatchMemoryManager",
     "BatchNormPolicyError",
@@ -37,6 +40,7 @@ __all__ = [
     "TradeOffCurve",
     "Units",
     "UnprotectedStatisticsError",
+    "WarmupCosine",
     "accounting",
     "local_update",
 ]

@@ -29,6 +29,7 @@ from opacus_bc.draws.sources import (
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
 from opacus_bc.engine.losses import warn_of_weighted_mean
+from opacus_bc.engine.outsiders import Outsiders
 from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
@@ -51,6 +52,10 @@ from opacus_bc.parallel.wrappers import LateWrapping, bare, data_parallel
 def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | None, undo: ExitStack) -> Run:
     """Set book-keeping up; ``undo`` gets what takes the changes back if anything fails."""
     check_accountant(accountant, request.kind)
+    outsiders = Outsiders(
+        request.module, request.module.parameters() if request.distributed else request.held
+    )
+    undo.callback(outsiders.remove)
     warn_of_weighted_mean(request)
     bounds, clip_bound = clip_bounds(request)
     plan, optimizer, plain = request.plan, request.inner_optimizer, bare(request.module)
@@ -60,6 +65,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         individual=True,
         private_loader=request.data_loader,
         refresh_every=request.batch_norm_refresh,
+        trained=request.held,
     )
     wrapper = data_parallel(request.module)
     ranks = None if wrapper is None else ranks_of(wrapper)
@@ -108,7 +114,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         reduction=reduction,
     )
     private.booking = Booking(accountant, plan)
-    guests: tuple[Guest, ...] = (probe, recording, SortedSequences(plain))
+    guests: tuple[Guest, ...] = (probe, recording, outsiders, SortedSequences(plain))
     if ranks is None:
         guests = (*guests, LateWrapping(plain))
     return Run(

@@ -65,6 +65,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     given = {name: getattr(request, name) for name in Request.__dataclass_fields__ if name in stock}
     given["criterion"] = nn.CrossEntropyLoss() if request.criterion is None else request.criterion
     given["poisson_sampling"] = request.kind == "poisson"
+    given["grad_sample_mode"] = request.mode
     made = _Build(request, noise, undo).make_private(**given, **request.extra)
     wrapper, optimizer, *criterion, loader = made
     optimizer.booking = Booking(accountant, plan)
@@ -72,7 +73,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
         unwrap(request.module),
         batch_first=request.batch_first,
         paused=partial(without_recording, wrapper),
-        where=wrapper if request.grad_sample_mode == "ew" else None,
+        where=wrapper if request.mode == "ew" else None,
     )
     guests: tuple[Guest, ...] = (SortedSequences(request.module), outsiders, probe)
     if not request.distributed:
@@ -172,7 +173,7 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
             common["noise"] = self.noise or TorchNoise(request.noise_generator)
             common["max_grad_norm"] = clip_bound
             return IndividualClippingOptimizer(optimizer, **common)
-        kind = GUARDED[get_optimizer_class(request.clipping, distributed, request.grad_sample_mode)]
+        kind = GUARDED[get_optimizer_class(request.clipping, distributed, request.mode)]
         if issubclass(kind, GhostOptimizer):
             common["hooks"] = hooks
         if request.noise_generator is None and kind is GhostOptimizer:
@@ -202,7 +203,7 @@ def _policy(request: Request) -> BatchNormPolicy:
         refresh_every=request.batch_norm_refresh,
         trained=request.held,
     )
-    mode = request.grad_sample_mode
+    mode = request.mode
     if policy.layers and (mode not in ("hooks", "ghost") or not request.batch_first):
         raise ValueError(
             f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
@@ -217,12 +218,12 @@ def _policy(request: Request) -> BatchNormPolicy:
 
 
 def _check_secure(request: Request, noise: SecureNoise | None) -> None:
-    ghost = request.grad_sample_mode == "ghost" and not request.distributed
+    ghost = request.mode == "ghost" and not request.distributed
     if noise is None or request.own_arithmetic or ghost:
         return
     raise ValueError(
         f"secure_mode=True does not go with clipping={request.clipping!r} and "
-        f"grad_sample_mode={request.grad_sample_mode!r} for a {type(request.module).__name__}: there "
+        f"grad_sample_mode={request.mode!r} for a {type(request.module).__name__}: there "
         "Opacus's optimizer draws its noise itself, from torch generators, none of which is cryptographic. "
         "Use 'flat' or 'per_layer' with per-sample gradients, ghost clipping in one process, or "
         "clipping='batch'"

@@ -98,7 +98,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         poisson_sampling: bool = True,
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "hooks",
+        grad_sample_mode: str | None = None,
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         mini_batch_size: int | None = None,
@@ -132,7 +132,11 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 ``"per_layer"`` it also means Opacus's own arithmetic, bit for bit.
             grad_sample_mode: Opacus's ``"hooks"``, ``"ghost"``, ``"ew"`` and ``"functorch"``, or ``"bk"``:
                 every sample's gradient is clipped in one ordinary backward, at little more than SGD's price,
-                and the module comes back unwrapped. Batch clipping needs no per-sample gradients.
+                and the module comes back unwrapped. None, the default, is ``"bk"`` for ``"flat"`` and
+                ``"per_layer"`` where ``batch_norm=`` or ``alc=`` answers for BatchNorm in the model, and
+                ``"hooks"`` otherwise, with ``noise_generator=`` (Opacus bit for bit) and for what ``"bk"``
+                cannot do, as far as ``make_private`` can see it. Batch clipping needs no per-sample
+                gradients.
             wrap_model: See Opacus.
             rand_on_empty: See Opacus; the gradient of a made-up row is discarded.
             mini_batch_size: s, the samples that are clipped together; None clips the whole batch (BC), a

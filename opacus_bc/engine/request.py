@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer, StockPrivacyEngine, get_optimizer_class
 from opacus_bc.alc.choice import check_alc
 from opacus_bc.alc.config import ALC, as_alc
-from opacus_bc.batch_norm.choices import resolve
+from opacus_bc.batch_norm.choices import resolve, statistics_modules
 from opacus_bc.batch_norm.public import PublicStatistics
 from opacus_bc.draws.datasets import check_distinct
 from opacus_bc.draws.loader import PrivateDataLoader
@@ -36,7 +36,7 @@ from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of
 from opacus_bc.mechanism.numbers import check_count, check_positive
 from opacus_bc.optimizers.private import check_optimizer
 from opacus_bc.parallel.shards import fully_sharded, reshard
-from opacus_bc.parallel.wrappers import bare, data_parallel, is_distributed
+from opacus_bc.parallel.wrappers import bare, data_parallel, is_compiled, is_distributed
 from opacus_bc.public.contents import check_contents
 
 CLIPPINGS = ("batch", "flat", "per_layer", "adaptive")
@@ -62,7 +62,7 @@ class Request:
     poisson_sampling: bool = True
     clipping: str = "flat"
     noise_generator: torch.Generator | None = None
-    grad_sample_mode: str = "hooks"
+    grad_sample_mode: str | None = None
     wrap_model: bool = True
     rand_on_empty: bool = False
     mini_batch_size: int | None = None
@@ -101,8 +101,7 @@ class Request:
                 f"clipping={self.clipping!r} needs per-sample gradients, not supported with fully_shard: "
                 "use clipping='batch', or Opacus's DifferentiallyPrivateDistributedDataParallel"
             )
-        mode = None if self.batch else self.grad_sample_mode
-        check_layers(self.module, grad_sample_mode=mode, trained=self.held)
+        check_layers(self.module, grad_sample_mode=None if self.batch else self.mode, trained=self.held)
         check_optimizer(self.inner_optimizer)
         self._check_units()
         self._check_keywords()
@@ -117,7 +116,25 @@ class Request:
     @property
     def book_keeping(self) -> bool:
         """Whether single samples are clipped in one backward."""
-        return not self.batch and self.grad_sample_mode == "bk"
+        return not self.batch and self.mode == "bk"
+
+    @cached_property
+    def mode(self) -> str:
+        """How per-sample gradients are made, under individual clipping.
+
+        What was given; otherwise in one backward where ``batch_norm=`` or ``alc=`` answers for the model's
+        BatchNorm, which stock Opacus does not train at all, and Opacus's hooks wherever these are promised
+        (``noise_generator=``, ``wrap_model=False``) or book-keeping is not built.
+        """
+        if self.grad_sample_mode is not None:
+            return self.grad_sample_mode
+        hooks_promised = self.noise_generator is not None or not self.wrap_model
+        ours = self.clipping in ("flat", "per_layer") and self.policy is not None and not hooks_promised
+        if not ours or why_not_recorded(self.module) is not None or not self.batch_first:
+            return "hooks"
+        if self.distributed and self.kind == "shuffle":  # each rank's own order, which Opacus alone takes
+            return "hooks"
+        return "bk" if statistics_modules(bare(self.module), individual=True) else "hooks"
 
     @property
     def clipped(self) -> Unit:
@@ -203,8 +220,8 @@ class Request:
 
     @property
     def _per_sample(self) -> bool:
-        together = not self.distributed or self.grad_sample_mode == "bk"
-        return together and self.grad_sample_mode in PER_SAMPLE_MODES
+        together = not self.distributed or self.mode == "bk"
+        return together and self.mode in PER_SAMPLE_MODES
 
     def _check_units(self) -> None:
         """Refuse units that cannot be clipped as one vector, or of which nobody knows who they are."""
@@ -226,7 +243,7 @@ class Request:
             raise ValueError(
                 f"{what} needs per-sample gradients that can be averaged before they are clipped: "
                 f"grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))} in one "
-                f"process, or 'bk' with torch's DistributedDataParallel, got {self.grad_sample_mode!r} for a "
+                f"process, or 'bk' with torch's DistributedDataParallel, got {self.mode!r} for a "
                 f"{type(self.module).__name__}"
             )
 
@@ -256,7 +273,7 @@ class Request:
             if self.book_keeping:
                 self._check_book_keeping()
                 return
-            stock = get_optimizer_class(self.clipping, self.distributed, self.grad_sample_mode)
+            stock = get_optimizer_class(self.clipping, self.distributed, self.mode)
             _refuse_unknown(set(self.extra) - set(inspect.signature(stock).parameters))
             return
         if self.batch_norm_refresh != 1:
@@ -265,7 +282,7 @@ class Request:
                 "new public statistics; clipping='batch' takes them when they are read: leave it out"
             )
         _refuse_unknown(self.extra)
-        if self.grad_sample_mode != "hooks" or not self.wrap_model:
+        if self.grad_sample_mode not in (None, "hooks") or not self.wrap_model:
             raise ValueError(
                 f"grad_sample_mode={self.grad_sample_mode!r} and wrap_model={self.wrap_model} say how "
                 "per-sample gradients are made; clipping='batch' makes none: leave them out"
@@ -279,15 +296,8 @@ class Request:
             raise ValueError(
                 "grad_sample_mode='bk' needs the samples in the first dimension: batch_first=True"
             )
-        if isinstance(self.module, AbstractGradSampleModule):
-            raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
-        if self.distributed and data_parallel(self.module) is None:
-            raise ValueError(
-                f"grad_sample_mode='bk' does not support {type(self.module).__name__}: use torch's "
-                "DistributedDataParallel"
-            )
-        if hasattr(self.module, "_orig_mod"):
-            raise ValueError(COMPILED)
+        if (reason := why_not_recorded(self.module)) is not None:
+            raise ValueError(reason)
 
     def _check_alc(self) -> None:
         if self.config is None:
@@ -298,7 +308,7 @@ class Request:
             raise ValueError(
                 "alc= with clipping='flat' needs per-sample gradients in one process (ghost clipping never "
                 f"forms them): grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))}, got "
-                f"{self.grad_sample_mode!r} for a {type(self.module).__name__}"
+                f"{self.mode!r} for a {type(self.module).__name__}"
             )
         if isinstance(self.module, AbstractGradSampleModule):
             raise ValueError("alc= needs the plain nn.Module; this one is wrapped for per-sample gradients")
@@ -323,6 +333,18 @@ class Request:
             public.append(config.loader)
         for loader in public if self.compare_public else ():
             check_contents(loader, self.data_loader)
+
+
+def why_not_recorded(module: nn.Module) -> str | None:
+    """Why book-keeping cannot watch this module's forward pass, or None."""
+    if isinstance(module, AbstractGradSampleModule):
+        return "module is wrapped for per-sample gradients: pass the plain nn.Module"
+    if is_distributed(module) and data_parallel(module) is None:
+        return (
+            f"grad_sample_mode='bk' does not support {type(module).__name__}: use torch's "
+            "DistributedDataParallel"
+        )
+    return COMPILED if is_compiled(module) else None
 
 
 def _refuse_unknown(unknown: Iterable[str]) -> None:

@@ -29,11 +29,15 @@ _ASSUMPTIONS = (
     "nobody learns the random seeds of noise and sampling",
     "public data, the data set's size and the hyper-parameters are public; hyper-parameters that were tuned "
     "on the private data cost more",
+    "one person is one sample: several samples of one person are protected as a group",
+    "training forwards carry nothing of the private data over to later steps in plain attributes, and "
+    "nothing but the private optimizer moves trained parameters",
 )
 _OF_INDIVIDUAL_CLIPPING = (
     "one row of a batch is one sample, and a sample's loss and its way through the model do not depend on "
     "other samples (rows are counted in every step, forwards are probed in the first ones: evidence, no "
-    "proof; weighted means, ignore_index, contrastive losses and MixUp break it unseen)",
+    "proof; weighted means, ignore_index, contrastive losses, MixUp and padding to a batch's longest sample "
+    "that the model does not mask break it unseen)",
 )
 _OF_PRIVATE_STATISTICS = (
     "in evaluation mode a sample's activations do not depend on other samples (probed before each release of "
@@ -44,7 +48,8 @@ _OF_USERS = (
     "of a user in a step are public",
 )
 _NOT_COVERED = (
-    "training losses, gradient norms, batch sizes, logs and intermediate quantities other than the weights",
+    "training losses, gradient norms, batch sizes, logs and intermediate quantities other than the weights, "
+    "and pickles of a model between backward and step",
     "validation or early stopping on private data, and constants computed from them (scaling, vocabulary)",
     "the public data, which is not protected at all",
 )

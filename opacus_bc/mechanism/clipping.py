@@ -139,12 +139,15 @@ def coefficients_of_norms(
 
 def row_norms(samples: Tensor) -> Tensor:
     """L2 norm of every sample in float64, with float32 sums no longer than in :func:`tensor_norms`."""
-    flat = samples.detach().reshape(len(samples), samples[0].numel() if len(samples) else 0)
-    whole = flat.shape[1] // _NORM_ROW * _NORM_ROW
-    norm: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).double()
-    if whole:
-        rows = torch.linalg.vector_norm(flat[:, :whole].reshape(len(flat), -1, _NORM_ROW), dim=2)
-        norm = torch.hypot(norm, torch.linalg.vector_norm(rows.double(), dim=1))
+    rows, entries = len(samples), samples.shape[1:].numel()
+    flat = samples.detach().reshape(rows, entries)
+    if entries <= _NORM_ROW or flat.dtype == torch.float64:
+        short: Tensor = torch.linalg.vector_norm(flat, dim=1)
+        return short.double()
+    pieces = entries // _NORM_ROW
+    rest = torch.linalg.vector_norm(flat[:, pieces * _NORM_ROW :], dim=1)
+    parts = torch.linalg.vector_norm(flat[:, : pieces * _NORM_ROW].reshape(rows, pieces, _NORM_ROW), dim=2)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat((parts, rest[:, None]), 1), dim=1, dtype=torch.float64)
     return norm
 
 

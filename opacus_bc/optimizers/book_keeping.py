@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,15 +78,17 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
         if counts is not None:  # the mean of a unit's rows is clipped
             entries = [entry and summable(entry) for entry in entries]
             scale = scale / torch.tensor(counts, dtype=torch.float64, device=draw.params[0].device)
-        norms = _norms(entries, draw, rows, counts)
+        joined = _join_small(entries, draw)
+        norms = _norms(entries, joined, draw, rows, counts)
         coefficients, finite = coefficients_of_norms(norms, draw.blocks, scale=scale)
         if counts is not None:  # every row has its unit's
             owner = owners(counts, finite.device)
             coefficients, finite = [c[owner] for c in coefficients], finite[owner]
         if not bool(finite.all()):  # zero times infinity is not zero
             entries = [entry and entry.only(finite) for entry in entries]
+            joined = {places: members.only(finite) for places, members in joined.items()}
             coefficients = [c[finite] for c in coefficients]
-        sums = _weighted_sums(entries, draw, coefficients)
+        sums = _weighted_sums(entries, joined, draw, coefficients)
         if draw.clipped_sum is None:
             draw.clipped_sum = sums
         else:
@@ -103,49 +105,61 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
         return None if self.adaptive is None else self.adaptive.frozen.get(name)
 
 
-def _small(entries: Sequence[Entry | None], draw: OpenDraw) -> list[list[int]]:
-    """Places of small instantiated entries that are clipped together as they are, on one device."""
-    found, start = [], 0
+def _join_small(entries: list[Entry | None], draw: OpenDraw) -> dict[tuple[int, ...], Joined]:
+    """Take small instantiated entries that are clipped together as they are, on one device, out of the list.
+
+    Returns:
+        Their places, and what they are side by side.
+    """
+    found: dict[tuple[int, ...], Joined] = {}
+    start = 0
     for block in draw.blocks:
-        places: dict[torch.device, list[int]] = {}
+        small: dict[torch.device, dict[int, Rows]] = {}
         for place, factor in enumerate(block.factors, start):
             entry = entries[place]
             if factor == 1.0 and isinstance(entry, Rows) and draw.params[place].numel() <= _SMALL:
-                places.setdefault(entry.values.device, []).append(place)
-        found += [members for members in places.values() if len(members) > 1]
+                small.setdefault(entry.values.device, {})[place] = entry
+        for members in small.values():
+            if len(members) > 1:
+                found[tuple(members)] = Joined.of(list(members.values()))
+                for place in members:
+                    entries[place] = None
         start += len(block.names)
     return found
 
 
-def _norms(entries: Sequence[Entry | None], draw: OpenDraw, rows: int, counts: Counts) -> list[Tensor]:
+def _norms(
+    entries: Sequence[Entry | None],
+    joined: Mapping[tuple[int, ...], Joined],
+    draw: OpenDraw,
+    rows: int,
+    counts: Counts,
+) -> list[Tensor]:
     """Every unit's norm of every parameter; those of small ones together stand at the first one's place."""
 
-    def norms(entry: Entry) -> Tensor:
+    def norms_of(entry: Entry) -> Tensor:
         return entry.norms() if counts is None else unit_norms(entry, counts)
 
     units = rows if counts is None else len(counts)
     nothing = torch.zeros(units, dtype=torch.float64, device=draw.params[0].device)
-    joined: dict[int, Tensor] = {}
-    for places in _small(entries, draw):
-        members = [entry for i in places if isinstance(entry := entries[i], Rows)]
-        joined |= dict.fromkeys(places, nothing)
-        joined[places[0]] = norms(Joined.of(members).entry)
-    return [
-        joined[i] if i in joined else nothing if entry is None else norms(entry)
-        for i, entry in enumerate(entries)
-    ]
+    norms = [nothing if entry is None else norms_of(entry) for entry in entries]
+    for places, members in joined.items():
+        norms[places[0]] = norms_of(members.entry)
+    return norms
 
 
 def _weighted_sums(
-    entries: list[Entry | None], draw: OpenDraw, coefficients: Sequence[Tensor]
+    entries: list[Entry | None],
+    joined: Mapping[tuple[int, ...], Joined],
+    draw: OpenDraw,
+    coefficients: Sequence[Tensor],
 ) -> list[Tensor]:
     """Every parameter's clipped sum; entries are taken out of the list, so that each is free to go."""
     sums: list[Tensor | None] = [None] * len(entries)
-    for places in _small(entries, draw):
-        members = [entry for i in places if isinstance(entry := entries[i], Rows)]
-        weights = coefficients[places[0]].to(members[0].values.device)
-        for i, value in zip(places, Joined.of(members).weighted_sums(weights), strict=True):
-            sums[i], entries[i] = value, None
+    for places, members in joined.items():
+        weights = coefficients[places[0]].to(members.entry.values.device)
+        for i, value in zip(places, members.weighted_sums(weights), strict=True):
+            sums[i] = value
     for i, p in enumerate(draw.params):
         entry, entries[i] = entries[i], None
         if entry is not None:

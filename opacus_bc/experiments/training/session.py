@@ -226,6 +226,7 @@ def _make_private(
         "mini_batch_size": method.mini_set,
         "alc": None if method.alc is None else ALC(public, **asdict(method.alc)),
         "batch_norm": policy,
+        "grad_sample_mode": None if method.clipping == "batch" else method.grad_sample_mode,
         "sampling": method.sampling,
         "noise_generator": noise,
         "compare_public": False,  # cut by index; real data sets hold equal images of different origin

@@ -133,9 +133,10 @@ class Book:
         return value.requires_grad or value in self._samples
 
     def mark(self, value: object) -> None:
-        """Note that a tensor (or several) was computed from the batch."""
+        """Note that a tensor (or several) was computed from the batch; one with a gradient shows that."""
         if isinstance(value, Tensor):
-            self._samples[value] = True
+            if not value.requires_grad or self.is_parameter(value):
+                self._samples[value] = True
         elif isinstance(value, (tuple, list)):
             for each in value:
                 self.mark(each)
@@ -185,7 +186,8 @@ class Book:
                 f"a layer returned {shape[0] if shape else 'no'} rows for a batch of {self.rows} samples: "
                 "individual clipping needs one row for each sample in every layer. Frames, views or tokens "
                 "that are folded into the batch, and layers that run once for the whole batch, are not "
-                "samples; clipping='batch' does not need that"
+                "samples; clipping='batch' does not need that, and grad_sample_mode='hooks' lets Opacus's "
+                "recurrent layers drop the rows of packed sequences that have ended"
             )
         if _recomputed_later():
             raise BookKeepingError(CHECKPOINTED)
