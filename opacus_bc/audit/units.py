@@ -72,7 +72,7 @@ def _model(toy: UserToy, width: int) -> nn.Module:
 
 
 def _loss(toy: UserToy, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    output = model(x)
+    output: Tensor = model(x)
     if toy.batch:
         return _HUGE * (output * y[:, None]).sum(1).mean()
     return output.mean()
@@ -97,6 +97,9 @@ def _releases(toy: UserToy, *, canary: bool, width: int, seed: int) -> tuple[Flo
     model, users = _model(toy, width), toy.crowd + canary
     weight = next(iter(model.parameters()))
     engine = PrivacyEngine()
+    how: dict[str, Any] = {"clipping": "batch"}
+    if not toy.batch:
+        how = {"clipping": "flat", "grad_sample_mode": "bk" if toy.method == "bk" else "hooks"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         private, optimizer, loader = engine.make_private(
@@ -106,10 +109,9 @@ def _releases(toy: UserToy, *, canary: bool, width: int, seed: int) -> tuple[Flo
             noise_multiplier=toy.noise_multiplier / width**0.5,
             max_grad_norm=1.0,
             noise_generator=torch.Generator().manual_seed(seed),
-            clipping="batch" if toy.batch else "flat",
             unit=ids,
             mini_batch_size=toy.cap,
-            **({} if toy.batch else {"grad_sample_mode": "bk" if toy.method == "bk" else "hooks"}),
+            **how,
         )
     if toy.rows_at_once is not None:
         loader = loader.with_max_physical_batch_size(toy.rows_at_once)

@@ -250,7 +250,7 @@ class Request:
             raise ValueError(
                 f"{what} needs per-sample gradients that can be averaged before they are clipped: "
                 f"grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))} in one "
-                f"process, or 'bk' with torch's DistributedDataParallel, got {self.grad_sample_mode!r} for a "
+                f"process, or 'bk' with torch's DistributedDataParallel, got {self.mode!r} for a "
                 f"{type(self.module).__name__}"
             )
 

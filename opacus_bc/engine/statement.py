@@ -29,10 +29,10 @@ _ASSUMPTIONS = (
     "nobody learns the random seeds of noise and sampling",
     "public data, the data set's size and the hyper-parameters are public; hyper-parameters that were tuned "
     "on the private data cost more",
-    "one person is one sample: several samples of one person are protected as a group",
     "training forwards carry nothing of the private data over to later steps in plain attributes, and "
     "nothing but the private optimizer moves trained parameters",
 )
+_OF_SAMPLES = ("one person is one sample: several samples of one person are protected as a group",)
 _OF_INDIVIDUAL_CLIPPING = (
     "one row of a batch is one sample, and a sample's loss and its way through the model do not depend on "
     "other samples (rows are counted in every step, forwards are probed in the first ones: evidence, no "
@@ -93,7 +93,7 @@ class Facts:
     step_noise: tuple[float, float] | None  # least and largest sigma_eff: a scheduler may have moved it
     releases: tuple[float, ...]  # sigma_eff of releases besides the steps
     secure_noise: bool
-    assumptions: tuple[str, ...] = _ASSUMPTIONS
+    assumptions: tuple[str, ...] = _ASSUMPTIONS + _OF_SAMPLES
     not_covered: tuple[str, ...] = _NOT_COVERED
 
 
@@ -124,8 +124,7 @@ def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
     found: tuple[str, ...] = _ASSUMPTIONS
     if any(run.plan.individual for run in runs):
         found += _OF_INDIVIDUAL_CLIPPING
-    if any(run.plan.unit == "user" for run in runs):
-        found += _OF_USERS
+    found += _OF_USERS if any(run.plan.unit == "user" for run in runs) else _OF_SAMPLES
     if any(run.policy.name == "private" for run in runs):
         found += _OF_PRIVATE_STATISTICS
     return found

@@ -484,6 +484,7 @@ def test_the_statement_says_who_is_protected(clipping):
     assert "rate 0.5, 10 private users" in text
     assert "one vector for each drawn user" in text
     assert "every sample has the id of the one user" in text
+    assert "one person is one sample" not in text
     facts = json.loads(engine.statement(1e-5, format="json"))["runs"][0]
     assert (facts["protects"], facts["dataset_size"], facts["sensitivity"]) == ("user", 10, "0.3")
 

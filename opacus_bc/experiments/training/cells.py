@@ -75,8 +75,15 @@ class Cell:
 
     @property
     def unit(self) -> int:
-        """Samples that are clipped together."""
+        """Samples that are clipped together (of a user, at most)."""
+        if self.method.users:
+            return self.method.mini_set or 1
         return 1 if self.method.clipping == "flat" else self.method.mini_set or self.batch_size
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that a step clips; of users ``batch_size``."""
+        return self.batch_size if self.method.users else self.batch_size // self.unit
 
     def __post_init__(self) -> None:
         given = (self.epsilon is not None) + (self.noise_multiplier is not None)
