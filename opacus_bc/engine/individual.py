@@ -17,7 +17,15 @@ from opacus_bc._opacus import DPDataLoader, StockPrivacyEngine, get_optimizer_cl
 from opacus_bc.alc.choice import make_rule, trainable
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
-from opacus_bc.draws.sources import DrawSource, PoissonBins, WholeBatches, whole_batch
+from opacus_bc.draws.sources import (
+    DrawSource,
+    PoissonBins,
+    WholeBatches,
+    draws_of_users,
+    whole_batch,
+    whole_units,
+    with_views,
+)
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
 from opacus_bc.engine.losses import warn_of_weighted_mean
@@ -78,6 +86,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
         data_loader=request.data_loader,
         plan=plan,
         clipping=request.clipping,
+        users=request.users,
         criterion=criterion[0] if criterion else None,
         alc_loader=None if request.config is None else request.config.public_loader,
         guests=guests,
@@ -130,6 +139,11 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
                 draws = PoissonBins(plan, sampling_generator(secure=secure))
             else:
                 draws = WholeBatches(plan, opacus.batch_sampler)
+        if self.request.several_rows:
+            part, draws = whole_units, with_views(draws)
+        if self.request.users is not None:
+            generator = sampling_generator(secure=secure, generator=given)
+            draws = draws_of_users(plan, self.request.users, generator)
         self.loader = PrivateDataLoader(opacus, draws=draws, part=part)
         return self.loader
 
@@ -141,6 +155,8 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
         assert loader is not None  # Opacus prepares the loader first
         bounds, clip_bound = clip_bounds(request)
         plan, criterion, hooks = request.plan, request.criterion, self.wrapper
+        if request.users is not None:  # Opacus has divided the number of samples by that of its batches
+            expected_batch_size = plan.vectors
         common: dict[str, Any] = {
             "noise_multiplier": request.noise_multiplier,
             "max_grad_norm": request.max_grad_norm,

@@ -142,9 +142,10 @@ class Book:
         return value.requires_grad or value in self._samples
 
     def mark(self, value: object) -> None:
-        """Note that a tensor (or several) was computed from the batch."""
+        """Note that a tensor (or several) was computed from the batch; one with a gradient shows that."""
         if isinstance(value, Tensor):
-            self._samples[value] = True
+            if not value.requires_grad or self.is_parameter(value):
+                self._samples[value] = True
         elif isinstance(value, (tuple, list)):
             for each in value:
                 self.mark(each)

@@ -18,10 +18,10 @@ from torch.func import vjp, vmap
 
 from opacus_bc.batch_norm.gradients import (
     Upstream,
+    affine_gradients,
     constant_batch_norm,
     positions,
     statistics_gradients,
-    weight_gradients,
 )
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.convolution import Convolution
@@ -232,10 +232,12 @@ def constants(
     upstream: tuple[Upstream, ...] = () if layer is None else layer.upstream
 
     def note(grad: Tensor, *held: Tensor) -> None:
-        b, inverse = _wide(grad), torch.rsqrt(var + eps)
-        into_bias, into_weight = positions(b).sum(2), None
+        b, into_weight = _wide(grad), None
         if held:
-            into_weight = weight_gradients(_wide(held[0]), b, mean, inverse)
+            inverse = torch.rsqrt(var + eps)
+            into_weight, into_bias = affine_gradients(_wide(held[0]), b, mean, inverse)
+        else:
+            into_bias = positions(b).sum(2)
         if weight is not None and book.wants(weight) and into_weight is not None:
             book.add(weight, Rows(into_weight))
         if bias is not None and book.wants(bias):
