@@ -102,7 +102,7 @@ def sample_clip_coefficients(
 
 
 def coefficients_of_norms(
-    norms: Sequence[Tensor], blocks: Sequence[Block], *, scale: float = 1.0
+    norms: Sequence[Tensor], blocks: Sequence[Block], *, scale: float | Tensor = 1.0
 ) -> tuple[list[Tensor], Tensor]:
     """:func:`clip_coefficients` for each of many samples, from the norms of their gradients.
 
@@ -110,7 +110,8 @@ def coefficients_of_norms(
         norms: For every parameter, in the order of the blocks' names, a norm for each sample, within 2e-6 or
             above.
         blocks: What is clipped together, and to which bounds.
-        scale: What all gradients are multiplied with before they are clipped; the coefficients contain it.
+        scale: What all gradients are multiplied with before they are clipped (a number, or one for each
+            sample); the coefficients contain it.
 
     Returns:
         One vector of coefficients for every tensor (the same within a block), and which samples are finite in
@@ -126,7 +127,7 @@ def coefficients_of_norms(
         start += len(block.names)
         factors = torch.tensor(block.factors, dtype=torch.float64, device=device)
         stacked = torch.stack([each.to(device) for each in part])
-        norm = torch.linalg.vector_norm(stacked.mul_((factors * scale)[:, None]), dim=0)
+        norm = torch.linalg.vector_norm(stacked * (factors[:, None] * scale), dim=0)
         limit = block.clip_bound * (1.0 - _NORM_MARGIN)
         finite &= norm <= limit * _LONGEST  # which NaN is not
         coefficients.append(torch.where(norm > limit, limit / norm, 1.0) * scale)

@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from opacus_bc.draws.ledger import Delivery
 from opacus_bc.gradients.book_keeping.book import Book
 from opacus_bc.gradients.book_keeping.products import Entry, Joined, Rows
+from opacus_bc.gradients.book_keeping.units import summable, unit_norms
 from opacus_bc.mechanism.clipping import coefficients_of_norms
+from opacus_bc.mechanism.segments import owners
 from opacus_bc.optimizers.clipped_sum import ClippedSumOptimizer, zeros_for
 from opacus_bc.optimizers.private import OpenDraw
 
+Counts = tuple[int, ...] | None  # rows of each unit; None: every row is one
 _SMALL = 2048  # entries of a parameter up to which calls cost more than arithmetic
 
 
@@ -28,7 +31,8 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
     **Formal guarantee**: one step releases, for every block h, the sum of the samples' clipped vectors plus
     ``N(0, tau_h^2)``, which given the draw is ``G_mu``-DP with ``mu = 1 / effective_noise_multiplier``.
     Proof: norms and sums are those of the same entries, the norms are never too small, and a sample is one
-    row of every entry; so it adds one vector of norm at most C_h to block h.
+    row of every entry; so it adds one vector of norm at most C_h to block h. Where the delivery says that
+    rows make up units (a user, or a sample's views), a unit adds the mean of its rows, clipped once.
 
     **Edge cases**: a sample with a gradient that is not finite in any block counts as zero in all of them; a
     trainable parameter that backward did not reach counts as zero and is noised.
@@ -62,18 +66,24 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
 
     def _accumulate(self, draw: OpenDraw, delivery: Delivery) -> None:
         if not delivery.placeholder:
-            self._clip_and_add(draw, delivery.size)
+            self._clip_and_add(draw, delivery.size, delivery.counts)
         self.before_delivery()
 
     @torch.no_grad()
-    def _clip_and_add(self, draw: OpenDraw, rows: int) -> None:
+    def _clip_and_add(self, draw: OpenDraw, rows: int, counts: Counts) -> None:
         # The mean of the batch's losses has 1/rows of a sample's gradient.
-        scale = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
+        scale: float | Tensor = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
         entries = [self._entry(name, p) for name, p in zip(draw.names, draw.params, strict=True)]
         self._entries = {}
+        if counts is not None:  # the mean of a unit's rows is clipped
+            entries = [entry and summable(entry) for entry in entries]
+            scale = scale / torch.tensor(counts, dtype=torch.float64, device=draw.params[0].device)
         joined = _join_small(entries, draw)
-        norms = _norms(entries, joined, draw, rows)
+        norms = _norms(entries, joined, draw, rows, counts)
         coefficients, finite = coefficients_of_norms(norms, draw.blocks, scale=scale)
+        if counts is not None:  # every row has its unit's
+            owner = owners(counts, finite.device)
+            coefficients, finite = [c[owner] for c in coefficients], finite[owner]
         if not bool(finite.all()):  # zero times infinity is not zero
             entries = [entry and entry.only(finite) for entry in entries]
             joined = {places: members.only(finite) for places, members in joined.items()}
@@ -119,13 +129,22 @@ def _join_small(entries: list[Entry | None], draw: OpenDraw) -> dict[tuple[int, 
 
 
 def _norms(
-    entries: Sequence[Entry | None], joined: Mapping[tuple[int, ...], Joined], draw: OpenDraw, rows: int
+    entries: Sequence[Entry | None],
+    joined: Mapping[tuple[int, ...], Joined],
+    draw: OpenDraw,
+    rows: int,
+    counts: Counts,
 ) -> list[Tensor]:
-    """Every sample's norm of every parameter; those of small ones together stand at the first one's place."""
-    nothing = torch.zeros(rows, dtype=torch.float64, device=draw.params[0].device)
-    norms = [nothing if entry is None else entry.norms() for entry in entries]
+    """Every unit's norm of every parameter; those of small ones together stand at the first one's place."""
+
+    def norms_of(entry: Entry) -> Tensor:
+        return entry.norms() if counts is None else unit_norms(entry, counts)
+
+    units = rows if counts is None else len(counts)
+    nothing = torch.zeros(units, dtype=torch.float64, device=draw.params[0].device)
+    norms = [nothing if entry is None else norms_of(entry) for entry in entries]
     for places, members in joined.items():
-        norms[places[0]] = members.entry.norms()
+        norms[places[0]] = norms_of(members.entry)
     return norms
 
 
