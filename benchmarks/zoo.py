@@ -55,8 +55,8 @@ def methods(network: str) -> dict[str, Callable[[], None]]:
     return {
         "BC": lambda: ours(clipping="batch", batch_norm=public()),
         "GBC": lambda: ours(clipping="batch", mini_batch_size=2, batch_norm=public()),
-        "IC public": lambda: ours(clipping="flat", batch_norm=public()),
-        "IC frozen": lambda: ours(clipping="flat", batch_norm="frozen"),
+        "IC public": lambda: ours(clipping="flat", batch_norm=public(), grad_sample_mode="hooks"),
+        "IC frozen": lambda: ours(clipping="flat", batch_norm="frozen", grad_sample_mode="hooks"),
         "oracle": lambda: _oracle(build, pixels),
         "stock Opacus": lambda: zoo_steps.stock(build, pixels),
     }

@@ -23,7 +23,8 @@ of [timm](https://github.com/huggingface/pytorch-image-models) 1.0.31 are there 
 few with several; those whose smallest variant has more than 60 million parameters are left out.
 
 - **BC**, **GBC**: `clipping="batch"`, the latter with mini-sets of two; public statistics.
-- **IC public**, **IC frozen**: `clipping="flat"` with `batch_norm=public_loader` and `batch_norm="frozen"`.
+- **IC public**, **IC frozen**: `clipping="flat", grad_sample_mode="hooks"` with `batch_norm=public_loader`
+  and `batch_norm="frozen"`.
 - **oracle**: the release of IC frozen, without noise and in float64, is the one of a loop over single samples
   in plain autograd, to 10⁻⁴ (the clip bound alone is 10⁻⁵ smaller, so that it holds in floats).
 - **stock Opacus**: the same step after `ModuleValidator.fix`, which replaces BatchNorm by fresh GroupNorms.

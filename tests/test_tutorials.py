@@ -21,6 +21,7 @@ NAMES = (
     "keep_your_batchnorm",
     "adaptive_layerwise_clipping",
     "privacy_accounting",
+    "protect_users",
     "auditing",
     "scaling_out",
     "reproduce_the_paper",

@@ -15,7 +15,7 @@ _IGNORED_BY_DEFAULT = -100  # torch's own ignore_index: set, or left as it was
 def warn_of_weighted_mean(request: Request) -> None:
     """Say where a criterion divides by a sum over the batch; ghost clipping takes one loss a sample."""
     criterion = request.criterion
-    if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or request.grad_sample_mode == "ghost":
+    if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or request.mode == "ghost":
         return
     shown = [] if criterion.weight is None else ["weight=..."]
     if criterion.ignore_index != _IGNORED_BY_DEFAULT:

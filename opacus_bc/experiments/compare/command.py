@@ -143,13 +143,23 @@ def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
             "epsilon": list(plan.budgets),
             "delta": plan.delta,
             "optimizer": "SGD with momentum 0.9, constant learning rate, no augmentation",
-            "individual clipping": "in chunks of about 32 MB of per-sample gradients",
+            "individual clipping": "; ".join(
+                ["in chunks of about 32 MB of per-sample gradients", *_ways(plan)]
+            ),
             "sampling": "Poisson, unless the adjacency column says otherwise",
         },
         rows=make_rows(finished, measured),
         tuned=tune,
         failures=failures,
     )
+
+
+def _ways(plan: Plan) -> list[str]:
+    """Which rows of the table make per-sample gradients in one backward, and which with Opacus's hooks."""
+    words = {"bk": "in one backward (grad_sample_mode='bk')", "hooks": "with Opacus's hooks"}
+    chosen = [m for m in plan.methods if m.family == "individual"]
+    rows = {mode: [m.title for m in chosen if m.grad_sample_mode == mode] for mode in words}
+    return [f"{words[mode]}: {' and '.join(titles)}" for mode, titles in rows.items() if titles]
 
 
 def _run(

@@ -9,6 +9,8 @@ from opacus_bc.experiments.training.methods import Method
 from opacus_bc.experiments.training.models import Norm
 from opacus_bc.experiments.training.store import LATER
 
+Reading = Literal["", "bounds of a public model", "noise once an epoch"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -41,6 +43,8 @@ class Cell:
         record_norms: Whether the layers' gradient norms on public data are kept for every epoch.
         content: Fingerprint of a user's own data or model; empty for those that this package knows by name.
         channels_last: Whether the weights are laid out channels last, which is faster for convolutions.
+        reading: Another way to understand the paper's description; see
+            `opacus_bc.experiments.reproduce.as_published`. Empty: as printed.
     """
 
     method: Method
@@ -67,11 +71,19 @@ class Cell:
     record_norms: bool = field(default=False, metadata=LATER)
     content: str = field(default="", metadata=LATER)
     channels_last: bool = field(default=False, metadata=LATER)
+    reading: Reading = field(default="", metadata=LATER)
 
     @property
     def unit(self) -> int:
-        """Samples that are clipped together."""
+        """Samples that are clipped together (of a user, at most)."""
+        if self.method.users:
+            return self.method.mini_set or 1
         return 1 if self.method.clipping == "flat" else self.method.mini_set or self.batch_size
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that a step clips; of users ``batch_size``."""
+        return self.batch_size if self.method.users else self.batch_size // self.unit
 
     def __post_init__(self) -> None:
         given = (self.epsilon is not None) + (self.noise_multiplier is not None)
@@ -83,3 +95,5 @@ class Cell:
             )
         if self.published and self.noise_multiplier is None:
             raise ValueError("published=True has no budget: give noise_multiplier, and a method with noise")
+        if self.reading and not self.published:
+            raise ValueError(f"reading={self.reading!r} is not private: it goes with published=True")
