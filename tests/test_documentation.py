@@ -135,5 +135,6 @@ def test_tests_of_opacus_that_are_listed_exist() -> None:
     for found in opacus_differences.DIFFERENCES:
         for name in found.tests:
             owner, test = name.split("::")
-            assert re.search(rf"^class {owner}\(", text, re.MULTILINE)
+            assert re.search(rf"^class {owner.replace('*', '[A-Za-z]*')}\(", text, re.MULTILINE)
             assert f"    def {test}(" in text
+        assert all(f"class {name}(" in text for name in found.but)

@@ -77,7 +77,7 @@ def audit_many_canaries(
         generator=torch.Generator().manual_seed(seed),
     )
     individual = mini_sets is None
-    how = MODES[method].arguments(size=len(members), bound=max_grad_norm, proportions=(1.0,))
+    how = MODES[method].arguments(size=len(members), bound=max_grad_norm)
     if not individual:
         how = {"clipping": "batch", "mini_batch_size": mini_set_size, "max_grad_norm": max_grad_norm}
     engine = PrivacyEngine()

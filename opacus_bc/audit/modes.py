@@ -58,13 +58,16 @@ class Mode:
         """Whether the noise comes from the generator that ``make_private`` was given."""
         return self.stock or not self.individual
 
-    def arguments(self, *, size: int, bound: float, proportions: tuple[float, ...]) -> dict[str, Any]:
+    def arguments(
+        self, *, size: int, bound: float, proportions: tuple[float, ...] = (1.0,), public_mean: float = 0.0
+    ) -> dict[str, Any]:
         """What this mode says to ``make_private``.
 
         Args:
             size: Samples of the data set.
             bound: C.
             proportions: Relative sizes of the layers' gradients.
+            public_mean: How far the public features' means are from zero.
         """
         found: dict[str, Any] = {"clipping": self.clipping, "max_grad_norm": bound, **self.keywords(size)}
         if self.individual:
@@ -82,7 +85,9 @@ class Mode:
             )
         if self.batch_norm in ("public", "differentiated"):
             differentiate = self.batch_norm == "differentiated"
-            found["batch_norm"] = PublicStatistics(loader=_public_rows(), differentiate=differentiate)
+            found["batch_norm"] = PublicStatistics(
+                loader=_public_rows(public_mean), differentiate=differentiate
+            )
         elif self.batch_norm is not None:
             found["batch_norm"] = self.batch_norm
         return found
@@ -93,10 +98,9 @@ def _public(proportions: tuple[float, ...]) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.zeros(8)), batch_size=4)
 
 
-def _public_rows() -> DataLoader[Any]:
-    # The means are far from zero: what goes through them is most of the gradient of a sample at zero.
+def _public_rows(mean: float) -> DataLoader[Any]:
     x = torch.randn(32, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x += torch.tensor([30.0, -30.0])
+    x += torch.tensor([mean, -mean])
     rows = torch.cat([x, torch.ones(32, 1, dtype=torch.float64)], dim=1)
     return DataLoader(TensorDataset(rows), batch_size=32)
 

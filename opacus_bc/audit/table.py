@@ -30,6 +30,10 @@ def worst_cases(repetitions: int) -> dict[str, Audit]:
     few, many = repetitions // 50, 2 * repetitions
     toys = {_round(name): (single_round(name), _number(name, repetitions)) for name in MODES}
     toys |= {
+        f"{method}, through the statistics": (single_round(method, through_statistics=True), repetitions // 2)
+        for method in ("IC + BatchNorm, differentiated", "BK + BatchNorm, differentiated")
+    }
+    toys |= {
         "BC": (Toy(method="BC", **_FIFTY), many),
         "GBC": (Toy(method="GBC", mini_sets=4, **_FIFTY), many),
         "IC": (Toy(method="IC", **_FIFTY), many),

@@ -51,6 +51,8 @@ class Toy:
         mini_sets: k.
         layers: L, clip groups of ALC.
         max_grad_norm: C.
+        through_statistics: With BatchNorm and individual clipping: most of the canary's gradient goes through
+            the public statistics. Otherwise the canary would turn the batch's own statistics around.
     """
 
     method: str
@@ -61,6 +63,7 @@ class Toy:
     mini_sets: int = 1
     layers: int = 1
     max_grad_norm: float = 0.5
+    through_statistics: bool = False
 
     @property
     def mode(self) -> Mode:
@@ -83,7 +86,7 @@ class Toy:
         return tuple(0.5**h for h in range(self.layers))
 
 
-def single_round(method: str) -> Toy:
+def single_round(method: str, *, through_statistics: bool = False) -> Toy:
     """A row of the table at mu = 1 without sampling: one step, or with BatchNorm four."""
     mode = MODES[method]
     rounds = 1 if mode.batch_norm is None else 4
@@ -96,6 +99,7 @@ def single_round(method: str) -> Toy:
         steps=rounds,
         mini_sets=4 if method == "GBC" else 1,
         layers=layers,
+        through_statistics=through_statistics,
     )
 
 
@@ -165,16 +169,17 @@ def repeat_noise(optimizer: Any, seed: int) -> None:
 def samples(toy: Toy, copies: int, canaries: int) -> Tensor:
     """The copies and after them the canaries, one column for each layer.
 
-    With BatchNorm and individual clipping the canary's loss outweighs those of the copies, its gradient goes
-    through the statistics, and it would turn all copies around if statistics were the batch's.
+    With BatchNorm and individual clipping the canary's loss outweighs those of the copies, and either its
+    features are extreme, or they are zero and the public means are not.
     """
     if toy.mode.batch_norm is not None:
         size = _SIZE * toy.max_grad_norm
-        rows = [[[3, 1, size]] * 2, [[0, 0, 1e3 * size]]]
+        canary = [0, 0, 1e3 * size] if toy.through_statistics else [-1e3, 2e3, 1e3 * size]
+        rows = [[[3, 1, size]] * 2, [canary]]
         if not toy.individual:
             rows = [[[3, 1, -size], [-3, -1, -size]], [[0, 0, 2 * copies * size]]]
-        ordinary, canary = (torch.tensor(row, dtype=torch.float64) for row in rows)
-        return torch.cat([ordinary.repeat(-(-copies // 2), 1)[:copies], canary.repeat(canaries, 1)])
+        ordinary, last = (torch.tensor(row, dtype=torch.float64) for row in rows)
+        return torch.cat([ordinary.repeat(-(-copies // 2), 1)[:copies], last.repeat(canaries, 1)])
     base = _SIZE * toy.max_grad_norm * torch.tensor([toy.proportions])
     if toy.individual:
         opposite = -base if toy.replaces else 0.0 * base
@@ -244,7 +249,12 @@ def make_toy(
             noise_multiplier=toy.noise_multiplier / math.sqrt(width),
             sampling=toy.sampling,
             noise_generator=_noise_generator(seed) if mode.seeded_by_generator else None,
-            **mode.arguments(size=size, bound=toy.max_grad_norm, proportions=toy.proportions),
+            **mode.arguments(
+                size=size,
+                bound=toy.max_grad_norm,
+                proportions=toy.proportions,
+                public_mean=30.0 if toy.through_statistics else 0.0,
+            ),
             **extra,
         )
     if not mode.seeded_by_generator:

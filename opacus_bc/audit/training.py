@@ -184,7 +184,7 @@ def audit_buffers(
         row: See :func:`opacus_bc.audit.claims.judge`.
     """
     mode = MODES[method]
-    how = mode.arguments(size=65, bound=1.0, proportions=(1.0,))
+    how = mode.arguments(size=65, bound=1.0)
     differentiated = mode.batch_norm == "differentiated"
     if mode.batch_norm == "public" or differentiated:
         public = DataLoader(TensorDataset(torch.linspace(-2, 2, 32)[:, None]), batch_size=16)

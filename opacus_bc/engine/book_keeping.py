@@ -81,7 +81,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         part = partial(own, rank=ranks.rank, size=ranks.size)
     loader = _loader(request, generator, part)
     names = {p: name for name, p in plain.named_parameters()}
-    book = Book(names, partial(_trained, optimizer), loader.ledger)
+    book = Book(names, partial(_trained, optimizer), loader.ledger, instantiate=request.instantiate)
     probe = CouplingProbe(plain, paused=nullcontext)  # its hook comes first: nothing is recorded then
     undo.callback(probe.remove)
     recording = BookKeeping(plain, book, names)

@@ -135,8 +135,9 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 and the module comes back unwrapped. None, the default, is ``"bk"`` for ``"flat"`` and
                 ``"per_layer"`` where ``batch_norm=`` or ``alc=`` answers for BatchNorm in the model, and
                 ``"hooks"`` otherwise, with ``noise_generator=`` (Opacus bit for bit) and for what ``"bk"``
-                cannot do, as far as ``make_private`` can see it. Batch clipping needs no per-sample
-                gradients.
+                cannot do, as far as ``make_private`` can see it. ``"bk"`` takes each layer's norms in the
+                cheaper way; ``"bk-ghost"`` never instantiates a sample's gradient where Gram matrices give
+                its norm, ``"bk-rows"`` always does. Batch clipping needs no per-sample gradients.
             wrap_model: See Opacus.
             rand_on_empty: See Opacus; the gradient of a made-up row is discarded.
             mini_batch_size: s, the samples that are clipped together; None clips the whole batch (BC), a

@@ -41,6 +41,8 @@ from opacus_bc.public.contents import check_contents
 
 CLIPPINGS = ("batch", "flat", "per_layer", "adaptive")
 PER_SAMPLE_MODES = ("bk", "hooks", "ew", "functorch")
+# Whether book-keeping instantiates samples' gradients for their norms; None: where that is cheaper.
+BOOK_KEEPING: Mapping[str | None, bool | None] = {"bk": None, "bk-ghost": False, "bk-rows": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,11 @@ class Request:
         """Whether single samples are clipped in one backward."""
         return not self.batch and self.mode == "bk"
 
+    @property
+    def instantiate(self) -> bool | None:
+        """Whether book-keeping instantiates samples' gradients for their norms; None: where it is cheaper."""
+        return BOOK_KEEPING.get(self.grad_sample_mode)
+
     @cached_property
     def mode(self) -> str:
         """How per-sample gradients are made, under individual clipping.
@@ -127,7 +134,7 @@ class Request:
         (``noise_generator=``, ``wrap_model=False``) or book-keeping is not built.
         """
         if self.grad_sample_mode is not None:
-            return self.grad_sample_mode
+            return "bk" if self.grad_sample_mode in BOOK_KEEPING else self.grad_sample_mode
         hooks_promised = self.noise_generator is not None or not self.wrap_model
         ours = self.clipping in ("flat", "per_layer") and self.policy is not None and not hooks_promised
         if not ours or why_not_recorded(self.module) is not None or not self.batch_first:

@@ -369,6 +369,12 @@ INDIVIDUAL_BUFFERS, BK_BUFFERS = (
     for how in ("IC", "BK")
 )
 NORM, BK_NORM = (single(f"{how} + BatchNorm, differentiated", 10_000) for how in ("IC", "BK"))
+BK_THROUGH = partial(
+    audit_worst_case,
+    single_round("BK + BatchNorm, differentiated", through_statistics=True),
+    name="through",
+    repetitions=10_000,
+)
 BK_CONSTANTS = single("BK + BatchNorm, public", 10_000)
 
 
@@ -407,7 +413,7 @@ TABLE = {
     "BK clips by the norm of the wrong sample": Mutant(norm_of_the_wrong_sample, BK),
     "BK clips after the sum": Mutant(clipped_after_the_sum, BK_CONSTANTS),
     "BK with a term of the statistics outside of the clip": Mutant(
-        a_term_of_the_statistics_outside_of_the_clip, BK_NORM
+        a_term_of_the_statistics_outside_of_the_clip, BK_THROUGH
     ),
     "rows of one sample clipped one by one": Mutant(rows_of_one_sample_are_clipped_one_by_one, IC),
     "two steps on one draw under IC": Mutant(two_steps_on_one_draw, twice("IC")),
@@ -438,7 +444,7 @@ FEWER = [partial(audit, runs=20) for audit in (EMPTY, CHUNKS, BUFFERS, INDIVIDUA
 EXACT = partial(RESUMED, exact=True)
 
 
-SINGLE = [BC, GBC, ALC, SCALE, IC, BK, NORM, BK_NORM, BK_CONSTANTS]
+SINGLE = [BC, GBC, ALC, SCALE, IC, BK, NORM, BK_NORM, BK_THROUGH, BK_CONSTANTS]
 
 
 @pytest.mark.parametrize("audit", [*SINGLE, RUN, IC_RUN, BK_RUN, RESUMED, BK_RESUMED, EXACT, *FEWER])

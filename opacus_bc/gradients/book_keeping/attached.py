@@ -79,7 +79,9 @@ class BookKeeping:
         book, self.book = self.book, None  # the forward passes of the check are not the batch's
         assert book is not None
         try:
-            self._checks_left -= check_exactness(module, args, kwargs, names=self._names, rows=book.rows)
+            self._checks_left -= check_exactness(
+                module, args, kwargs, names=self._names, rows=book.rows, instantiate=book.instantiate
+            )
         finally:
             self.book = book
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from opacus_bc.gradients.book_keeping.products import (
     WithTerms,
     with_terms,
 )
+from opacus_bc.mechanism.warn import users_level
 
 Note = Callable[..., None]
 CHECKPOINTED = (
@@ -55,6 +57,8 @@ class Book:
         names: The model's parameters and their names.
         trained: The parameters that the optimizer trains now.
         ledger: The record of deliveries.
+        instantiate: Whether norms are taken of instantiated gradients; None: where that is cheaper.
+        quiet: Whether nothing is said of functions that are differentiated row by row.
     """
 
     def __init__(
@@ -62,7 +66,12 @@ class Book:
         names: Mapping[nn.Parameter, str],
         trained: Callable[[], Iterable[nn.Parameter]],
         ledger: Deliveries,
+        *,
+        instantiate: bool | None = None,
+        quiet: bool = False,
     ) -> None:
+        self.instantiate = instantiate
+        self._quiet, self._told = quiet, set[str]()
         self.names = {id(p): name for p, name in names.items()}
         self._parameters = list(names)  # keeps the ids their own
         self._trained = trained
@@ -171,6 +180,17 @@ class Book:
     def name_of(self, value: Tensor) -> str:
         """A parameter's name."""
         return self.names.get(id(value), "a function of parameters")
+
+    def tell_of_rows(self, function: str, parameter: Tensor) -> None:
+        """Say once of every function that it has no rule."""
+        if self._quiet or function in self._told:
+            return
+        self._told.add(function)
+        warnings.warn(
+            f"{self.name_of(parameter)} meets the batch in {function}, which has no rule of its own: it is "
+            "differentiated row by row, which is exact and slower",
+            stacklevel=users_level(),
+        )
 
     # -- writing --------------------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ def check_exactness(
     *,
     names: Mapping[nn.Parameter, str],
     rows: int,
+    instantiate: bool | None = None,
 ) -> bool:
     """Compare the book's weighted sum of a few samples' gradients with autograd's on the same rows.
 
@@ -61,6 +62,7 @@ def check_exactness(
         kwargs: Its named arguments.
         names: The parameters and their names.
         rows: How many samples the batch has.
+        instantiate: As the book of the batch has it.
 
     Returns:
         Whether the batch could be judged: a sample whose gradient is not finite spoils the sum of all.
@@ -71,7 +73,7 @@ def check_exactness(
     few = min(_ROWS, rows)
     first, second = (_cut((tuple(args), dict(kwargs)), rows, few) for _ in range(2))  # a forward may write
     trained = [p for p in names if p.requires_grad and p.grad is None]
-    book = Book(names, lambda: trained, _FewRows(few))
+    book = Book(names, lambda: trained, _FewRows(few), instantiate=instantiate, quiet=True)
     generators = generators_within(module)
     streams = take_streams(generators)
     try:

@@ -182,10 +182,8 @@ class LinearProduct:
 
     def _factors(self) -> Tensor:
         # In float64: squares of what a huge input meets are too small for float32, and their product is not.
-        a, b = (
-            torch.linalg.vector_norm(each, dim=(1, 2), dtype=torch.float64)
-            for each in (self.inputs, self.grads)
-        )
+        a: Tensor = torch.linalg.vector_norm(self.inputs, dim=(1, 2), dtype=torch.float64)
+        b: Tensor = torch.linalg.vector_norm(self.grads, dim=(1, 2), dtype=torch.float64)
         return a * b
 
     def along(self, direction: Tensor) -> Tensor:
