@@ -7,15 +7,17 @@ and batch size belong to a data set and live in `opacus_bc.experiments.compare.p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
 from opacus_bc.accounting.events import ADJACENCY
+from opacus_bc.experiments.training.store import LATER
 from opacus_bc.mechanism.layerwise import Apply, NoiseName, Rule
 from opacus_bc.mechanism.names import Sampling
 
 Family = Literal["plain", "individual", "batch", "mini-sets"]
+Train = Literal["all", "norm+head", "head", "convolutions+head"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Method:
         differentiate: See `opacus_bc.PublicStatistics`.
         alc: Layerwise bounds from the public part, if any.
         sampling: How a step's samples are drawn; decides the adjacency.
+        train: Which parameters of a pretrained network move, whatever the cell says; None leaves it to that.
     """
 
     name: str
@@ -51,10 +54,11 @@ class Method:
     clipping: Literal["flat", "batch"] = "flat"
     mini_set: int | None = None
     group_norm: bool = False
-    batch_norm: Literal["public", "private", "batch", "unprotected"] | None = "public"
+    batch_norm: Literal["public", "private", "batch", "frozen", "unprotected"] | None = "public"
     differentiate: bool = False
     alc: Layerwise | None = None
     sampling: Sampling = "poisson"
+    train: Train | None = field(default=None, metadata=LATER)
 
     @property
     def family(self) -> Family:
@@ -107,12 +111,47 @@ _ON_REQUEST = (
     Method(name="ic-diff", title="IC, public BN differentiated", differentiate=True),
 )
 
-METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in (*_ALL, *_ON_REQUEST)})
+# What people do with pretrained networks. The first three are open to users of stock Opacus.
+_FINE_TUNING = (
+    Method(name="swap", title="Opacus IC, GroupNorm swap", group_norm=True, batch_norm=None),
+    Method(name="stock-head", title="Opacus IC, head on frozen features", batch_norm="frozen", train="head"),
+    Method(
+        name="stock-conv",
+        title="Opacus IC, BatchNorm all frozen",
+        batch_norm="frozen",
+        train="convolutions+head",
+    ),
+    Method(name="ic-frozen", title="IC, frozen BatchNorm", batch_norm="frozen"),
+)
+_PROBES = (
+    Method(name="probe", title="linear probe, no privacy", private=False, batch_norm=None, train="head"),
+    Method(
+        name="probe-swap",
+        title="linear probe after the GroupNorm swap, no privacy",
+        private=False,
+        group_norm=True,
+        batch_norm=None,
+        train="head",
+    ),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {method.name: method for method in (*_ALL[:1], *_PROBES, *_FINE_TUNING, *_ALL[1:], *_ON_REQUEST)}
+)
 DEFAULT: tuple[str, ...] = tuple(method.name for method in _ALL)
+# For networks that start from weights in a file.
+PRETRAINED: tuple[str, ...] = (
+    "no-dp",
+    *(method.name for method in _PROBES),
+    *(method.name for method in _FINE_TUNING),
+    "ic",
+    "gbc-16",
+    "bc",
+)
 BASELINE = _ALL[0]
 
 
-def select(names: Sequence[str]) -> list[Method]:
+def select(names: Sequence[str], default: Sequence[str] = DEFAULT) -> list[Method]:
     """The named methods in the registry's order; no names mean the default ones.
 
     Raises:
@@ -124,4 +163,4 @@ def select(names: Sequence[str]) -> list[Method]:
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ValueError(f"--methods {' '.join(unknown)}: not among {', '.join(METHODS)}")
-    return [method for name, method in METHODS.items() if name in (names or DEFAULT)]
+    return [method for name, method in METHODS.items() if name in (names or default)]

@@ -197,6 +197,7 @@ def resnet18(norm: Norm = "batch", *, in_channels: int = 3, num_classes: int = 1
 MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {"bn_lenet5": bn_lenet5, "convnet": convnet, "resnet18": resnet18, "smallnet": smallnet}
 )
+TIMM = "timm:"  # before the name of one of timm's networks
 # The norm before the activation, as the authors' public code has it; keys of kept results hash these names.
 NORM_FIRST = "opacus_bc.experiments.reproduction.networks:"
 _KEPT_NAMES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
@@ -220,17 +221,37 @@ def replace_batch_norm(model: nn.Module, norm: Norm) -> nn.Module:
     if norm == "batch":
         return model
     if isinstance(model, _BatchNorm):
-        if norm == "none":
-            return nn.Identity()
         channels = model.num_features
-        return nn.GroupNorm(math.gcd(32, channels), channels, affine=model.affine)
+        groups = nn.GroupNorm(math.gcd(32, channels), channels, affine=model.affine)
+        put = groups if norm == "group" else nn.Identity()
+        rest = list(model.children())  # timm's BatchNormAct2d holds dropout and activation
+        return nn.Sequential(put, *rest) if rest else put
     for name, child in list(model.named_children()):
         setattr(model, name, replace_batch_norm(child, norm))
     return model
 
 
+def _timm(name: str) -> Callable[..., nn.Module]:
+    """The factory of a network of timm."""
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError as error:
+        message = f"model {name!r}: needs timm: pip install 'opacus-bc[experiments]'"
+        raise ValueError(message) from error
+    network = name.removeprefix(TIMM)
+    if not timm.is_model(network):
+        near = timm.list_models(f"*{network}*")[:3]
+        raise ValueError(f"model {name!r}: timm {timm.__version__} has none of that name; near: {near}")
+
+    def create(num_classes: int = 1000) -> nn.Module:
+        created: nn.Module = timm.create_model(network, pretrained=False, num_classes=num_classes)
+        return created
+
+    return create
+
+
 def find_factory(name: str) -> Callable[..., nn.Module]:
-    """What a name of `MODELS` or ``"package.module:factory"`` stands for.
+    """What a name of `MODELS`, ``"timm:NAME"`` or ``"package.module:factory"`` stands for.
 
     Raises:
         ValueError: The name is unknown or cannot be imported.
@@ -240,7 +261,11 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
         return own
     known = ", ".join(MODELS)
     if ":" not in name:
-        raise ValueError(f"model {name!r}: not one of {known}, nor of the form 'package.module:factory'")
+        raise ValueError(
+            f"model {name!r}: not one of {known}, nor of the form 'timm:NAME' or 'package.module:factory'"
+        )
+    if name.startswith(TIMM):
+        return _timm(name)
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)

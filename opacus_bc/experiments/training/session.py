@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from opacus.schedulers import ExponentialGradClip
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -23,7 +22,7 @@ from opacus_bc.draws.sources import FixedPartition, PoissonBins
 from opacus_bc.engine.resume.files import CheckpointError
 from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import Data, augment
-from opacus_bc.experiments.training.models import build
+from opacus_bc.experiments.training.pretrained import start, trained_parameters
 from opacus_bc.experiments.training.store import read_checkpoint, write_checkpoint
 
 PUBLIC_BATCH = 256
@@ -31,6 +30,8 @@ PUBLIC_BATCH = 256
 # floats (32 MB), which stay nearer to the cache: on MNIST an epoch takes a third less time than in one piece.
 PER_SAMPLE_FLOATS = 8_000_000
 SMALLEST_CHUNK = 8
+# With one backward it is activations that take memory: chunks of about 128 images of 96 x 96.
+PIXELS = 128 * 96 * 96
 
 Streams = dict[str, torch.Generator]  # "sampling", "noise", "augmentation"
 Recipe = Callable[[Cell, Data, nn.Module, optim.Optimizer, Streams], tuple[Any, DataLoader[Any]]]
@@ -65,8 +66,7 @@ class Training:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass over the private data, in physical batches."""
-        parameters = sum(p.numel() for p in self.model.parameters())
-        limit = max(SMALLEST_CHUNK, PER_SAMPLE_FLOATS // parameters)
+        limit = self._chunk()
         individual = self.engine is not None and self.cell.method.family == "individual"
         with contextlib.ExitStack() as stack:
             loader: DataLoader[Any] = self.loader
@@ -85,6 +85,13 @@ class Training:
                         fill=self.data.black,
                     )
                 yield x, y
+
+    def _chunk(self) -> int:
+        """Samples in a physical batch of individual clipping."""
+        if self.cell.weights:
+            return max(SMALLEST_CHUNK, PIXELS // (self.cell.image_size or 224) ** 2)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return max(SMALLEST_CHUNK, PER_SAMPLE_FLOATS // parameters)
 
     def step(self, x: Tensor, y: Tensor) -> None:
         """The usual four lines."""
@@ -158,9 +165,7 @@ def prepare(cell: Cell, data: Data, *, recipe: Recipe | None = None) -> Training
         raise ValueError("published=True is not private: `opacus-bc reproduce` has the recipe for it")
     torch.manual_seed(cell.seed)
     method = cell.method
-    model = build(cell.model, norm=cell.norm, in_channels=data.in_channels, num_classes=data.num_classes)
-    if method.group_norm:
-        model = ModuleValidator.fix(model)
+    model, data = start(cell, data)
     if cell.channels_last:
         model = model.to(memory_format=torch.channels_last)
     plain = _optimizer(cell, model)
@@ -168,8 +173,9 @@ def prepare(cell: Cell, data: Data, *, recipe: Recipe | None = None) -> Training
     for number, stream in enumerate(streams.values()):
         stream.manual_seed(cell.seed * len(streams) + number)
     loader: DataLoader[Any] = DataLoader(
-        data.private, batch_size=cell.batch_size, shuffle=True, generator=streams["sampling"]
-    )
+        data.private, batch_size=cell.batch_size, shuffle=True, generator=streams["sampling"],
+        drop_last=bool(cell.weights) and not method.private,  # BatchNorm cannot normalise one sample
+    )  # fmt: skip
     forward: Any = model
     optimizer: Any = plain
     engine: PrivacyEngine | None = None
@@ -198,9 +204,10 @@ def prepare(cell: Cell, data: Data, *, recipe: Recipe | None = None) -> Training
 
 
 def _optimizer(cell: Cell, model: nn.Module) -> optim.Optimizer:
+    parameters = trained_parameters(cell, model)
     if cell.optimizer == "adam":
-        return optim.Adam(model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay)
-    return optim.SGD(model.parameters(), lr=cell.lr, momentum=cell.momentum, weight_decay=cell.weight_decay)
+        return optim.Adam(parameters, lr=cell.lr, weight_decay=cell.weight_decay)
+    return optim.SGD(parameters, lr=cell.lr, momentum=cell.momentum, weight_decay=cell.weight_decay)
 
 
 def _make_private(
@@ -228,8 +235,11 @@ def _make_private(
         "batch_norm": policy,
         "sampling": method.sampling,
         "noise_generator": noise,
-        "compare_public": False,  # cut by index; real data sets hold equal images of different origin
+        # Public images that were cut off by index are not compared: real data sets hold equal images.
+        "compare_public": data.public_apart and not cell.trial,
     }
+    if cell.weights and method.clipping == "flat":
+        arguments["grad_sample_mode"] = "bk"
     if cell.noise_multiplier is not None:
         return engine.make_private(**arguments, noise_multiplier=cell.noise_multiplier)
     assert cell.epsilon is not None  # Cell has seen to it
