@@ -17,6 +17,7 @@ from typing import Any, Literal
 from opacus_bc.experiments.compare import presets, report
 from opacus_bc.experiments.compare.plan import Plan, make_plan
 from opacus_bc.experiments.compare.presets import Setting
+from opacus_bc.experiments.compare.request import FineTuning, Images
 from opacus_bc.experiments.compare.summary import cost_name, make_rows
 from opacus_bc.experiments.training import measure
 from opacus_bc.experiments.training.cells import Cell
@@ -84,9 +85,10 @@ def compare(
         limit: use so many training images, public ones included, and as small a part of the test images.
     """
     plan = make_plan(
-        dataset=dataset, model=model, epsilon=epsilon, delta=delta, methods=methods, seeds=seeds,
-        epochs=epochs, out=out, data=data, download=download, jobs=jobs, weights=weights,
-        image_size=image_size, train=train, train_from=train_from, public=public, limit=limit,
+        images=Images(dataset=dataset, data=data, download=download, public=public, limit=limit),
+        start=FineTuning(weights=weights, image_size=image_size, train=train, train_from=train_from),
+        model=model, epsilon=epsilon, delta=delta, methods=methods, seeds=seeds, epochs=epochs, out=out,
+        jobs=jobs,
     )  # fmt: skip
     try:
         comparison = execute(plan, tune=tune, costs=costs)
@@ -168,11 +170,16 @@ def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
             "epsilon": list(plan.budgets),
             "delta": plan.delta,
             "optimizer": "SGD with momentum 0.9, constant learning rate, no augmentation",
-            "individual clipping": "in chunks of about 32 MB of per-sample gradients",
+            "individual clipping": "by one backward (grad_sample_mode='bk'), for stock rows too: equal sums"
+            if plan.weights
+            else "in chunks of about 32 MB of per-sample gradients",
             "sampling": "Poisson, unless the adjacency column says otherwise",
+            **({"start": _start(plan)} if plan.weights else {}),
         },
         rows=make_rows(finished, measured),
         tuned=tune,
+        tuned_on_public=tune and bool(plan.weights),
+        public_apart=found.public_apart,
         failures=failures,
     )
 
@@ -209,6 +216,15 @@ def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> d
     write_json(store.cell(cell), result)
     checkpoint.unlink(missing_ok=True)
     return result
+
+
+def _start(plan: Plan) -> str:
+    """What fine-tuning starts from, in words."""
+    first = f" from {plan.train_from} on (what lies before is frozen)" if plan.train_from else ""
+    return (
+        f"weights {plan.weights}, images of {plan.source.image_size} pixels, trained: {plan.train}{first}, "
+        "unless a method says otherwise"
+    )
 
 
 def _tuned_on_public(

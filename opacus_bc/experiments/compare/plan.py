@@ -20,14 +20,13 @@ from opacus_bc.accounting import noise_multiplier
 from opacus_bc.accounting.events import check_count, check_delta
 from opacus_bc.experiments.compare import presets
 from opacus_bc.experiments.compare.presets import Setting
+from opacus_bc.experiments.compare.request import FineTuning, Images, make_source
 from opacus_bc.experiments.training import models
 from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import NAMES, Data, Source, limited
 from opacus_bc.experiments.training.methods import BASELINE, DEFAULT, PRETRAINED, Method, Train, select
 from opacus_bc.experiments.training.store import Store
 from opacus_bc.mechanism.fingerprint import fingerprint as nested_fingerprint
-
-IMAGE_SIZE = 96  # pixels, for pretrained networks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ class Plan:
             )  # fmt: skip
             noise = sigma * ratio.batch_size / setting.batch_size
         return replace(
-            self.cell(method, None if budget is None else budget, setting, 0),
+            self.cell(method, budget, setting, 0),
             epsilon=None, noise_multiplier=noise, batch_size=ratio.batch_size, epochs=1, trial=True,
         )  # fmt: skip
 
@@ -127,7 +126,8 @@ class Plan:
 
 def make_plan(
     *,
-    dataset: str,
+    images: Images,
+    start: FineTuning,
     model: str | None,
     epsilon: Sequence[float],
     delta: float | Literal["auto"],
@@ -135,15 +135,7 @@ def make_plan(
     seeds: int,
     epochs: int | None,
     out: Path | None,
-    data: Path,
-    download: bool,
     jobs: int | None,
-    weights: Path | None = None,
-    image_size: int | None = None,
-    train: Train = "all",
-    train_from: str = "",
-    public: Path | None = None,
-    limit: int | None = None,
 ) -> Plan:
     """Check everything that can be checked before any work is done.
 
@@ -156,35 +148,26 @@ def make_plan(
         if not (math.isfinite(budget) and budget > 0):
             raise ValueError(f"--epsilon {budget:g}: must be a positive number")
     check_count("--seeds", seeds, 1)
-    _check_fine_tuning(model, weights, image_size, train, train_from)
-    if limit is not None:
-        check_count("--limit", limit, 10)
-    if public is not None and not public.is_dir():
-        raise ValueError(f"--public {public}: no such folder")
-    preset = presets.preset(dataset, pretrained=weights is not None)
+    images.check()
+    start.check(model)
+    preset = presets.preset(images.dataset, pretrained=start.weights is not None)
     chosen = preset.epochs if epochs is None else check_count("--epochs", epochs, 1)
     processes = os.cpu_count() or 1 if jobs is None else check_count("--jobs", jobs, 1)
     if delta != "auto":
         check_delta(delta)
-    selected = select(methods, DEFAULT if weights is None else PRETRAINED)
+    selected = select(methods, DEFAULT if start.weights is None else PRETRAINED)
     if BASELINE not in selected:
         selected = [BASELINE, *selected]
-    name = Path(dataset).resolve().name if Path(dataset).is_dir() else dataset
-    store = Store(out if out is not None else Path("runs") / f"compare-{name}")
-    source = Source(
-        dataset=presets.canonical(dataset), root=data, download=download,
-        public=None if public is None else public.resolve(),
-        image_size=None if weights is None else image_size or IMAGE_SIZE,
-        weights=weights, features=None if weights is None else store.root / "features",
-    )  # fmt: skip
+    store = Store(out if out is not None else Path("runs") / f"compare-{images.name}")
+    source = make_source(images, start, store.root)
     if model is not None and ":" in model and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where a user's own module is looked for; workers inherit it
     models.find_factory(model or preset.model)  # a wrong name is told before a data set is read
-    found = limited(source.load(), limit)
+    found = limited(source.load(), images.limit)
     _check_model(model or preset.model, found, image_size=source.image_size)
     own_data = source.dataset not in NAMES
     content = fingerprint(
-        found if own_data else None, model if model is not None and ":" in model else None, weights
+        found if own_data else None, model if model is not None and ":" in model else None, start.weights
     )
     store.check_writable()
     return Plan(
@@ -199,31 +182,10 @@ def make_plan(
         content=content,
         jobs=processes,
         store=store,
-        train=train,
-        train_from=train_from,
-        limit=limit,
+        train=start.train,
+        train_from=start.train_from,
+        limit=images.limit,
     )
-
-
-def _check_fine_tuning(
-    model: str | None, weights: Path | None, image_size: int | None, train: str, train_from: str
-) -> None:
-    """The options that belong to pretrained networks come together."""
-    if weights is None:
-        given = {"--image-size": image_size, "--train-from": train_from or None}
-        given["--train"] = train if train != "all" else None
-        if model is not None and model.startswith(models.TIMM):
-            raise ValueError(f"--model {model}: needs --weights FILE, the state dict to start from")
-        for option, value in given.items():
-            if value is not None:
-                raise ValueError(f"{option} {value}: goes with --weights FILE, the state dict to start from")
-        return
-    if model is None:
-        raise ValueError(f"--weights {weights}: name the network that they fit: --model timm:NAME")
-    if not weights.is_file():
-        raise ValueError(f"--weights {weights}: no such file")
-    if image_size is not None:
-        check_count("--image-size", image_size, 8)
 
 
 def _check_model(model: str, found: Data, *, image_size: int | None = None) -> None:

@@ -7,7 +7,7 @@ file beside the results and trained on like any other data set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,9 @@ _NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 class Inputs(nn.Module):
     """From bytes (B, 1 or 3, height, width) to what a network was pretrained on: normalised, enlarged."""
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, size: int, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -62,8 +65,8 @@ def start(cell: Cell, data: Data) -> tuple[nn.Module, Data]:
         return ModuleValidator.fix(model) if cell.method.group_norm else model, limited(data, cell.limit)
     if data.weights is None:
         raise ValueError(f"cell.weights={cell.weights!r}: the data do not say where that file is")
-    data = limited(data, cell.limit)
     network = _network(cell, data.weights, data.num_classes)
+    data = limited(data, cell.limit)
     inputs = Inputs(cell.image_size or 224, *_normalisation(network))
     everywhere = cell.method.group_norm and (_head_only(cell) or not cell.train_from)
     if everywhere:
@@ -87,14 +90,15 @@ def trained_parameters(cell: Cell, model: nn.Module) -> list[nn.Parameter]:
     which = cell.method.train or cell.train
     norms = {id(p) for layer in model.modules() if isinstance(layer, _NORMS) for p in layer.parameters()}
     head = {id(p) for p in _head(model)[1].parameters()} if which != "all" else set()
+    everything = {id(p) for p in model.parameters()}
     wanted = {
-        "all": lambda p: True,
-        "head": lambda p: id(p) in head,
-        "norm+head": lambda p: id(p) in norms | head,
-        "convolutions+head": lambda p: id(p) not in norms,
+        "all": everything,
+        "head": head,
+        "norm+head": norms | head,
+        "convolutions+head": everything - norms,
     }[which]
     for p in model.parameters():
-        p.requires_grad_(p.requires_grad and wanted(p))
+        p.requires_grad_(p.requires_grad and id(p) in wanted)
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -136,12 +140,10 @@ def _with_group_norm(network: nn.Module) -> nn.Module:
 
 def _head(model: nn.Module) -> tuple[str, nn.Module]:
     """The last linear layer, or what timm calls the classifier, and its name."""
-    said = getattr(model, "get_classifier", lambda: None)()
-    linear = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if layer is said or (not isinstance(said, nn.Linear) and isinstance(layer, nn.Linear))
-    ]
+    get: Callable[[], Any] = getattr(model, "get_classifier", lambda: None)
+    said = get()
+    linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    linear = [(name, layer) for name, layer in linear if layer is said] or linear
     if not linear:
         raise ValueError(f"{type(model).__name__}: has no linear layer that could be its head")
     return linear[-1]
@@ -212,14 +214,14 @@ def _features(frozen: _Frozen, data: Data) -> Data:
     """The data with the frozen part's outputs in the place of images; read from their file if it is there."""
     path = None if data.features is None else data.features / f"{frozen.name}.pt"
     kept = None if path is None else read_checkpoint(path)
-    parts = {name: getattr(data, name) for name in ("private", "public", "test")}
+    parts = {"private": data.private, "public": data.public, "test": data.test}
     if kept is None:
         kept = {name: _outputs(frozen.module, part) for name, part in parts.items()}
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_checkpoint(path, kept)
     found = {name: TensorDataset(kept[name].float(), part.tensors[1]) for name, part in parts.items()}
-    return replace(data, **found)
+    return replace(data, private=found["private"], public=found["public"], test=found["test"])
 
 
 def _outputs(module: nn.Module, part: TensorDataset) -> Tensor:
