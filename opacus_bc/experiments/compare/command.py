@@ -234,7 +234,9 @@ def _tuned_on_public(
     sizes = len(found.private), trial_sizes(len(found.public))[0]
     trials: dict[str, dict[Cell, Setting]] = {}
     for method in plan.methods:
-        budget = plan.budgets[-1] if method.private else None
+        if not method.private:
+            continue
+        budget = plan.budgets[-1]
         tried = presets.candidates(settings[method.name], method)[: presets.TRIALS]
         trials[method.name] = {plan.trial(method, budget, setting, sizes): setting for setting in tried}
     results = _run(plan, [cell for cells in trials.values() for cell in cells], "trials", failures)

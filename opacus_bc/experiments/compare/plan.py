@@ -75,9 +75,9 @@ class Plan:
             limit=self.limit,
         )
 
-    def trial(self, method: Method, budget: float | None, setting: Setting, sizes: tuple[int, int]) -> Cell:
-        """The run in small, on public images alone: the same sample rate, number of steps in an epoch and
-        noise in an update, in one epoch.
+    def trial(self, method: Method, budget: float, setting: Setting, sizes: tuple[int, int]) -> Cell:
+        """The run in small, on public images alone: one epoch, with the run's noise in an update and, as near
+        as whole numbers come, its sample rate.
 
         Args:
             method: What is trained.
@@ -86,19 +86,17 @@ class Plan:
             sizes: Number of private images, and of public ones that stand in for them.
         """
         private, public = sizes
-        share = public / private if budget is not None else 1.0
-        ratio = presets.fitted(replace(setting, batch_size=round(setting.batch_size * share)), method, public)
-        noise = None
-        if budget is not None:
-            length = math.ceil(private / setting.batch_size)
-            sigma = noise_multiplier(
-                target_epsilon=budget, target_delta=self.delta, sample_rate=1 / length,
-                steps=self.epochs * length, sampling=method.sampling,
-            )  # fmt: skip
-            noise = sigma * ratio.batch_size / setting.batch_size
+        size = round(setting.batch_size * public / private)
+        small = presets.fitted(replace(setting, batch_size=size), method, public)
+        length = math.ceil(private / setting.batch_size)
+        sigma = noise_multiplier(
+            target_epsilon=budget, target_delta=self.delta, sample_rate=1 / length,
+            steps=self.epochs * length, sampling=method.sampling,
+        )  # fmt: skip
+        noise = sigma * small.batch_size / setting.batch_size
         return replace(
             self.cell(method, budget, setting, 0),
-            epsilon=None, noise_multiplier=noise, batch_size=ratio.batch_size, epochs=1, trial=True,
+            epsilon=None, noise_multiplier=noise, batch_size=small.batch_size, epochs=1, trial=True,
         )  # fmt: skip
 
     def command(self, *, tune: bool) -> str:
