@@ -266,8 +266,8 @@ def _caveat(tuned: bool, on_public: bool) -> str:
     if tuned and on_public:
         return (
             "Learning rates were chosen out of three for every private method in short runs on public images "
-            "alone (two fifths of them trained, the last fifth judged, with the noise of the largest ε), so the "
-            "choice costs the private images nothing. Batch sizes and clip bounds are defaults."
+            "alone (two fifths of them trained, the last fifth judged, with the noise of the largest ε), "
+            "which costs the private images nothing. Batch sizes and clip bounds are defaults."
         )
     if tuned:
         return (

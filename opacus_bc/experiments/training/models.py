@@ -262,7 +262,7 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
     known = ", ".join(MODELS)
     if ":" not in name:
         raise ValueError(
-            f"model {name!r}: not one of {known}, nor of the form 'timm:NAME' or 'package.module:factory'"
+            f"model {name!r}: not one of {known}, nor of the form 'package.module:factory' or 'timm:NAME'"
         )
     if name.startswith(TIMM):
         return _timm(name)

@@ -243,7 +243,7 @@ def test_automatic_delta_is_below_one_over_n() -> None:
     from opacus_bc.experiments.compare.plan import automatic_delta
 
     for size in (2, 9, 10, 11, 999, 1000, 1350, 54_000, 10**6):
-        assert 0.0999 / size <= automatic_delta(size) < 1 / size
+        assert 0.0666 / size <= automatic_delta(size) < 0.667 / size
 
 
 @pytest.mark.parametrize(
