@@ -47,7 +47,7 @@ plt.rcParams.update(
     {"figure.dpi": 100, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10}
 )
 QUICK = "OPACUS_BC_QUICK" in os.environ  # the tests run a short version of this notebook
-PRETRAINING, EPOCHS, SEEDS = (1, 1, range(1)) if QUICK else (12, 8, range(3))
+PRETRAINING, EPOCHS, SEEDS = (1, 1, range(1)) if QUICK else (12, 8, range(2))
 
 digits = load_digits()
 images = torch.tensor(digits.images / 16.0, dtype=torch.float32)[:, None]
@@ -68,7 +68,7 @@ print(
 # %% [markdown]
 # ## 1. A pretrained network
 #
-# Three convolutions with BatchNorm and a head. The head belongs to the old classes, so a new one is put in its place.
+# Six convolutions with BatchNorm and a head. The head belongs to the old classes, so a new one is put in its place.
 
 
 # %%
@@ -77,6 +77,9 @@ def make_model() -> nn.Sequential:
         nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 5),
     )  # fmt: skip
 
@@ -119,7 +122,8 @@ def pretrained(seed: int = 0) -> nn.Sequential:
 # `ModuleValidator.fix` puts fresh GroupNorms where BatchNorm was. The convolutions still hold what they have learned, but they get other inputs than they were trained with. To isolate the damage we take the features before the
 # head, without any private step, and fit a head to them **without privacy**. Whatever the difference is, the swap alone made it.
 #
-# **Look at** the gap between the two bars. On EfficientNet-Lite0 with ImageNet weights the same experiment gives 78 % against 40 % (4,000 CIFAR-10 images of 96 pixels).
+# **Look at** the gap between the two bars. Digits are easy and six layers are few, so it is small here: a head finds its way even in spoiled features when no noise disturbs it. On EfficientNet-Lite0, 49 BatchNorm layers with
+# ImageNet weights, the same experiment gives 78 % against 40 % (4,000 CIFAR-10 images of 96 pixels).
 
 
 # %%
@@ -150,7 +154,7 @@ plt.show()
 
 
 # %% [markdown]
-# ## 3. Four ways to fine-tune at ε = 8
+# ## 3. Four ways to fine-tune at ε = 1
 #
 # Which parameters move is up to you: the optimizer holds them, and everything outside it costs nothing, neither gradients nor noise. `batch_norm="frozen"` leaves the running statistics at what pretraining found, so nothing private
 # enters them, and a sample's gradient exists because no batch is mixed.
@@ -162,10 +166,10 @@ plt.show()
 # | norm + head | statistics frozen, weights and biases trained | BatchNorm's weights and biases, and the head |
 # | all | statistics frozen, weights and biases trained | everything |
 #
-# Noise goes to every parameter that moves, so fewer of them mean less noise in total; more of them can learn more. *Norm + head* is a good first choice: a few thousand numbers that reach every layer.
+# Noise goes to every parameter that moves, so fewer of them mean less noise in total; more of them can learn more. The swap leaves no choice: its fresh GroupNorms must be trained, and every layer after them has to follow.
 
 # %%
-DELTA = 1e-4
+EPSILON, DELTA = 1.0, 1e-4
 
 
 def moving(model: nn.Sequential, which: str) -> list[nn.Parameter]:
@@ -177,7 +181,7 @@ def moving(model: nn.Sequential, which: str) -> list[nn.Parameter]:
 
 
 def fine_tune(
-    which: str, *, lr: float = 0.5, clip: float = 1.0, seed: int = 0, images=private, epochs=EPOCHS
+    which: str, *, lr: float = 0.3, clip: float = 1.0, seed: int = 0, images=private, epochs=EPOCHS
 ):
     """Train, and return the engine, the module and the test accuracy after each epoch."""
     model = pretrained(seed)
@@ -188,7 +192,7 @@ def fine_tune(
         module=model,
         optimizer=torch.optim.SGD(moving(model, which), lr=lr, momentum=0.9),
         data_loader=DataLoader(images, batch_size=max(16, len(images) // 5), shuffle=True),
-        target_epsilon=8.0,
+        target_epsilon=EPSILON,
         target_delta=DELTA,
         epochs=epochs,
         max_grad_norm=clip,
@@ -215,7 +219,8 @@ for way, found in curves.items():
     print(f"{way:12} {size:6} parameters move: {float(ends.mean()):5.1f}{spread} %")
 
 # %% [markdown]
-# **Look at** the first epochs: a network that kept its BatchNorm starts far ahead, and the swapped one has to learn again, under noise, what pretraining had given it. The bands are one standard deviation over seeds.
+# **Look at** how far the grey and the blue line are above the red one: with few private images and a small ε it pays to move few parameters, and only a network that kept its BatchNorm can do that. Training *all* parameters (green) drowns in
+# noise here; it needs tens of thousands of images. The bands are one standard deviation over seeds.
 
 # %%
 figure, axes = plt.subplots(figsize=(6.5, 3.4), layout="constrained")
@@ -226,7 +231,7 @@ for way, colour in zip(WAYS, ("#d55e00", "#999999", "#0072b2", "#009e73"), stric
     if len(values) > 1:
         low, high = values.mean(0) - values.std(0), values.mean(0) + values.std(0)
         axes.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
-axes.set(xlabel="epoch", ylabel="test accuracy, %", ylim=(0, 100), title="ε = 8, δ = 1e-4")
+axes.set(xlabel="epoch", ylabel="test accuracy, %", ylim=(0, 100), title="ε = 1, δ = 1e-4")
 axes.legend(frameon=False)
 plt.show()
 
@@ -236,12 +241,13 @@ plt.show()
 # Every run on private images is a release, so a search over them spends budget or lies about it. Search on public images instead. A trial is the run in small: the same noise in an update, public images in the place of private ones. Here
 # half of the public images train and the other half judges. `opacus-bc compare --weights ... --tune` does the same.
 #
-# **Look at** where the curve is flat: any rate there will do. With C = 1 and momentum 0.9 it is the *product* lr · C that counts, because almost every gradient is clipped: half the bound wants twice the rate.
+# **Look at** where a curve is highest, and how the curve of the smaller bound has its height at a larger rate: as long as almost every gradient is clipped, it is the *product* lr · C that counts. Forty images judge here, so a difference of a
+# few points is nothing.
 
 # %%
 half = TensorDataset(*public[:40]), TensorDataset(*public[40:])
 real, small = len(private) // 5, 16  # batch sizes of the run and of a trial
-sigma = noise_multiplier(target_epsilon=8.0, target_delta=DELTA, sample_rate=1 / 5, steps=5 * EPOCHS)
+sigma = noise_multiplier(target_epsilon=EPSILON, target_delta=DELTA, sample_rate=1 / 5, steps=5 * EPOCHS)
 RATES = (0.02, 0.1, 0.5, 2.5)
 
 
@@ -296,7 +302,7 @@ print(f"epsilon {math.ceil(1000 * engine.get_epsilon(DELTA)) / 1000:.3f} at delt
 # ## What to take with you
 #
 # - **Keep BatchNorm, freeze its statistics** (`batch_norm="frozen"`). With a few hundred public images of your own task, `batch_norm=public_loader` moves the statistics to where your images are.
-# - **Train BatchNorm's weights and biases and the head first**; train everything only with tens of thousands of private images or a large ε.
-# - **C = 1, SGD with momentum, a learning rate around 0.5**, found on public images; lr · C is what counts.
+# - **Move few parameters when images are few or ε is small**: the head, or BatchNorm's weights and biases and the head. Move more of them with tens of thousands of private images.
+# - **C = 1, SGD with momentum, a learning rate of 0.2 to 0.5**, found on public images; lr · C is what counts.
 # - **Large batches, few epochs**: a fifth of the data a step is not too much for a small data set.
-# - The swap is the one thing not to do.
+# - `benchmarks/README.md` has the same comparison with real ImageNet weights.
