@@ -8,7 +8,7 @@ EXTRAS ?= experiments,dev
 WORKERS ?= 2
 BENCHMARKS ?= sampling performance accounting alc_estimation_cost batch_norm_step_cost
 
-.PHONY: compare test test-slow lint format tutorials docs benchmarks release-check venv clean
+.PHONY: compare test test-slow opacus-tests audit lint format tutorials docs benchmarks release-check venv clean
 
 compare: venv
 	$(BIN)/python -m opacus_bc compare
@@ -18,6 +18,17 @@ test: lint
 
 test-slow: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Opacus's own tests, which come with its package, on this package's engine; tests/support/opacus_differences.py
+# says which of them differ and why. Twice as many examples of property tests: EXAMPLES=8.
+EXAMPLES ?= 4
+opacus-tests: venv
+	cd tests && OMP_NUM_THREADS=1 OPACUS_TESTS_EXAMPLES=$(EXAMPLES) $(abspath $(BIN))/python -m pytest -o addopts= -o filterwarnings= \
+		-p no:cacheprovider -p support.opacus_plugin -n $(WORKERS) -q --pyargs opacus.tests
+
+# Attacks every mode and writes docs/audit.md: some minutes on one core.
+audit: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m opacus_bc audit --quick --update docs/audit.md
 
 lint: venv
 	$(BIN)/ruff check .

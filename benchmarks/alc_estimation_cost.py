@@ -61,6 +61,7 @@ def measure(
             clipping=clipping,
             mini_batch_size=mini,
             alc=ALC(DataLoader(public, batch_size=64)),
+            grad_sample_mode="hooks",  # as kept: per-sample gradients of Opacus under individual clipping
         )
         steps_per_epoch = len(DataLoader(private, batch_size=batch_size))
         done, start = 0, 0.0

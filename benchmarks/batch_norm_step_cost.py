@@ -74,7 +74,7 @@ def measure(name: str) -> dict[int, list[float]]:
     with warnings.catch_warnings(action="ignore"):
         steps = {0: stepper(StockEngine(), factory("group"), shape)}
         for n in LIMITS:
-            options = {"batch_norm": public, "batch_norm_refresh": n}
+            options = {"batch_norm": public, "batch_norm_refresh": n, "grad_sample_mode": "hooks"}
             steps[n] = stepper(PrivacyEngine(), factory("batch"), shape, **options)
     order = list(steps)
     ratios: dict[int, list[float]] = {n: [] for n in LIMITS}

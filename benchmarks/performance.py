@@ -1,8 +1,8 @@
 """Claim: batch clipping costs little more than plain SGD on convolutional networks; IC with public BatchNorm
 costs what stock Opacus costs.
 
-    python benchmarks/performance.py [--parts networks batch ...] [--networks convnet ...] [--rounds 7]
-                                     [--memory] [--page]
+    python benchmarks/performance.py [--parts networks batch ...] [--networks convnet ...] [--methods BC ...]
+                                     [--rounds 7] [--memory] [--page]
 
 Whole steps (loader, forward, backward, optimizer) on random data, in turns, round by round, in one process
 with one thread, by CPU time, so that other processes disturb little; a ratio is the median over rounds of the
@@ -11,7 +11,9 @@ statistics and with new ones at every step; the row is the mean that new ones at
 glibc is told to keep freed memory: by default it gives large tensors back to the system again and again, and
 who pays for that changes from run to run. Memory is that of all tensors
 (`opacus_bc.experiments.training.measure.TensorMemory`), at its peak. Stock Opacus trains the network with
-GroupNorm (the transformer: LayerNorm). Results are kept in ``results/performance.json`` part by part;
+GroupNorm (the transformer: LayerNorm). Results are kept in ``results/performance.json`` row by row, with
+the number of processes that wanted a core then (the load); ``--networks`` and ``--methods`` measure some rows
+anew, in one run with plain SGD;
 ``--memory`` measures memory anew and keeps the times; ``--page`` only writes docs/performance.md and its
 pictures from what is kept and from ``results/sampling.json``.
 """
@@ -33,6 +35,7 @@ from typing import Any
 import performance_networks as networks
 import torch
 from opacus import PrivacyEngine as StockEngine
+from performance_breakdown import breakdown
 from performance_page import write_page
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
@@ -50,6 +53,7 @@ METHODS = (
     "GBC s=16",
     "GBC s=8",
     "IC + public BatchNorm, bk",
+    "IC + public BatchNorm, bk, refresh 1",
     "IC + public BatchNorm, bk, differentiated",
     "IC + public BatchNorm, bk, secure",
     "IC + public BatchNorm, hooks",
@@ -66,6 +70,14 @@ GROWING = (
     "IC + public BatchNorm, hooks",
     "Opacus, hooks",
     "Opacus, ghost",
+)
+DEPTHWISE = (  # of the others, hooks and ghost take minutes a step and gigabytes
+    "plain SGD",
+    "BC",
+    "IC + public BatchNorm, bk",
+    "IC + public BatchNorm, bk, refresh 1",
+    "IC + public BatchNorm, bk, differentiated",
+    "IC + public BatchNorm, bk, secure",
 )
 BATCH, REFRESH, ROUND_SECONDS = 64, 10, 0.3
 NEVER = 10**9
@@ -139,6 +151,8 @@ def prepared(
 
 def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each method: time and memory over plain SGD's."""
+    methods = [method for method in methods if method == "plain SGD" or not _methods or method in _methods]
+    run, load = round(time.time()), os.getloadavg()[0]
     memory = {method: peak(method, network, batch) for method in methods}
     steps = {method: shares(method, network, batch) for method in methods}
     for _, step in chain.from_iterable(steps.values()):
@@ -161,18 +175,22 @@ def measure(methods: Sequence[str], network: str, batch: int, rounds: int) -> li
                 "ratios": [round(ratio, 4) for ratio in ratios],
                 "memory": memory[method] / memory["plain SGD"],
                 "peak_mib": memory[method] / 2**20,
+                "run": run,
+                "load": round((load + os.getloadavg()[0]) / 2, 1),
             }
         )
         row = rows[-1]
         words = f"{row['time']:6.2f}x ({row['low']:.2f}-{row['high']:.2f}) memory {row['memory']:6.2f}x"
-        print(f"{network:12} m={batch:<5}{method:30}{words}", flush=True)
+        print(f"{network:12} m={batch:<5}{method:42}{words}", flush=True)
     return rows
 
 
 def shares(method: str, network: str, batch: int) -> list[tuple[float, Stepper]]:
     """Kinds of steps that ``method`` makes, each with its share; few rounds would seldom see a refresh."""
     kinds = [(1.0, REFRESH)]
-    if method.startswith("IC"):
+    if method.endswith("refresh 1"):
+        kinds = [(1.0, 1)]
+    elif method.startswith("IC"):
         kinds = [(1 - 1 / REFRESH, NEVER), (1 / REFRESH, 1)]
     return [
         (share, stepper(method, network, batch, *examples(network, batch), refresh=refresh))
@@ -234,6 +252,7 @@ def accounting(rounds: int) -> list[dict[str, Any]]:
 
 
 _only: list[str] = []
+_methods: list[str] = []
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -242,11 +261,10 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 
 def merged(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New rows in the place of kept ones of the same networks."""
-    order = {name: place for place, name in enumerate(networks.NETWORKS)}
-    measured = {row["network"] for row in new}
-    rows = [*new, *(row for row in kept if row["network"] not in measured)]
-    return sorted(rows, key=lambda row: order.get(row["network"], 0))
+    """New rows in the place of kept ones of the same network, batch and method."""
+    names, methods = [*networks.NETWORKS, *networks.WIDTHS], list(METHODS)
+    rows = {(row["network"], row["batch"], row["method"]): row for row in (*kept, *new)}
+    return [rows[key] for key in sorted(rows, key=lambda k: (names.index(k[0]), k[1], methods.index(k[2])))]
 
 
 PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
@@ -254,13 +272,27 @@ PARTS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
     "networks": lambda rounds: [
         row
         for name in chosen(networks.NETWORKS)
-        for row in measure(METHODS, name, BATCH, rounds if name == "resnet18" else 3 * rounds)
+        for row in measure(
+            DEPTHWISE if name == networks.DEPTHWISE else METHODS,
+            name,
+            BATCH,
+            rounds if name in ("resnet18", networks.DEPTHWISE) else 3 * rounds,
+        )
     ],
     "batch": lambda rounds: [
         row for batch in (16, 32, 64, 128, 256) for row in measure(GROWING, "convnet", batch, rounds)
     ],
     "parameters": lambda rounds: [
         row for name in networks.WIDTHS for row in measure(GROWING, name, BATCH, rounds)
+    ],
+    "breakdown": lambda rounds: [
+        row
+        for name in chosen(networks.NETWORKS)
+        for row in breakdown(
+            name,
+            rounds,
+            lambda method, network: stepper(method, network, BATCH, *examples(network, BATCH), refresh=NEVER),
+        )
     ],
     "accounting": accounting,
 }
@@ -273,7 +305,7 @@ def remember(rows: list[dict[str, Any]]) -> None:
         own = peak(row["method"], row["network"], row["batch"])
         plain = own if row["method"] == "plain SGD" else plain
         row |= {"memory": own / plain, "peak_mib": own / 2**20}
-        print(f"{row['network']:12} m={row['batch']:<5}{row['method']:30}{row['memory']:6.2f}x", flush=True)
+        print(f"{row['network']:12} m={row['batch']:<5}{row['method']:42}{row['memory']:6.2f}x", flush=True)
 
 
 def main() -> None:
@@ -282,6 +314,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--networks", nargs="*", default=[], choices=networks.NETWORKS)
+    parser.add_argument("--methods", nargs="*", default=[], choices=METHODS)
     parser.add_argument("--memory", action="store_true", help="measure memory only")
     parser.add_argument("--page", action="store_true", help="measure nothing")
     args = parser.parse_args()
@@ -290,14 +323,18 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     _only.extend(args.networks)
+    _methods.extend(args.methods)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for part in args.parts if args.memory else ():
-        if part != "accounting":
+        if part not in ("accounting", "breakdown"):
             remember(kept[part]["rows"])
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     for part in () if args.page or args.memory else args.parts:
         rows = PARTS[part](args.rounds)
-        if part == "networks" and args.networks:
+        if part == "breakdown" and part in kept:
+            fresh = {row["network"] for row in rows}
+            rows = [*rows, *(row for row in kept[part]["rows"] if row["network"] not in fresh)]
+        elif part in kept and (args.networks or args.methods):
             rows = merged(kept[part]["rows"], rows)
         kept[part] = {"rounds": args.rounds, "rows": rows}
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")

@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 from opacus_bc.experiments.training import models
 
 Norm = Literal["batch", "group"]
-NETWORKS = ("bn_lenet5", "convnet", "resnet18", "transformer")
+DEPTHWISE = "tf_efficientnet_lite0"  # at 96 pixels, with random weights
+NETWORKS = ("bn_lenet5", "convnet", "resnet18", "transformer", DEPTHWISE)
 WIDTHS = ("mlp 64", "mlp 256", "mlp 1024", "mlp 2048")  # 12 thousand to 9 million parameters
 TOKENS, FEATURES, HEADS = 16, 64, 4
 
@@ -76,11 +77,15 @@ def build(name: str, *, norm: Norm) -> nn.Module:
         return Transformer(norm)
     if name.startswith("mlp"):
         return _mlp(int(name.split()[1]), norm)
+    if name == DEPTHWISE:
+        import timm
+
+        return models.replace_batch_norm(timm.create_model(name, pretrained=False, num_classes=10), norm)
     return models.build(name, norm=norm, in_channels=1 if name == "bn_lenet5" else 3, num_classes=10)
 
 
 def examples(name: str, count: int) -> TensorDataset:
     """Random inputs of the right shape with random labels."""
-    shapes = {"transformer": (TOKENS, FEATURES), "bn_lenet5": (1, 32, 32)}
+    shapes = {"transformer": (TOKENS, FEATURES), "bn_lenet5": (1, 32, 32), DEPTHWISE: (3, 96, 96)}
     shape = shapes.get(name, (FEATURES,) if name.startswith("mlp") else (3, 32, 32))
     return TensorDataset(torch.randn(count, *shape), torch.randint(0, 10, (count,)))

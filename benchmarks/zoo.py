@@ -6,11 +6,11 @@
 For every network of ``zoo_models.py``: one private step in each mode on four random images (of 32, 64, 96 or
 256 pixels, the smallest that the plain network takes), ``finalize``, a strict load of the released weights
 into a plain network, and equal outputs. "oracle" compares the release of individual clipping with frozen
-statistics, without noise and in float64, with gradients of single samples from plain autograd, for the networks
-of ``zoo_models.WITH_ORACLE`` (or for those that ``--networks`` names with ``--methods oracle``). Stock Opacus
-steps after its own ``ModuleValidator.fix``. Each network runs in a process of its own with a time limit.
-Results are kept in ``results/zoo.json`` as they come, and what is there is not run again; ``--page`` only
-writes docs/zoo.md from it.
+statistics, without noise and in float64, with gradients of single samples from plain autograd, for the
+networks of ``zoo_models.WITH_ORACLE`` (or those that ``--networks`` names with ``--methods oracle``). Stock
+Opacus steps after its own ``ModuleValidator.fix``. Each network runs in a process of its own with a time
+limit. Results are kept in ``results/zoo.json`` as they come, and what is there is not run again; ``--page``
+only writes docs/zoo.md from it.
 """
 
 from __future__ import annotations

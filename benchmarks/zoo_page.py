@@ -23,8 +23,9 @@ of [timm](https://github.com/huggingface/pytorch-image-models) 1.0.31 are there 
 few with several; those whose smallest variant has more than 60 million parameters are left out.
 
 - **BC**, **GBC**: `clipping="batch"`, the latter with mini-sets of two; public statistics.
-- **IC public**, **IC frozen**: `clipping="flat"` with `batch_norm=public_loader` and `batch_norm="frozen"`.
-- **IC one backward**: IC public with `grad_sample_mode="bk"`; the two before have `"hooks"`.
+- **IC public**, **IC frozen**: `clipping="flat", grad_sample_mode="hooks"` with `batch_norm=public_loader`
+  and `batch_norm="frozen"`.
+- **IC one backward**: IC public with `grad_sample_mode="bk"`, the default.
 - **oracle**: the release of IC frozen, without noise and in float64, is the one of a loop over single samples
   in plain autograd, to 10⁻⁴ (the clip bound alone is 10⁻⁵ smaller, so that it holds in floats);
   **oracle of one backward**: the same with `"bk"`. Both for one or two networks of each kind.

@@ -9,17 +9,21 @@ from opacus_bc.batch_norm.choices import BatchNormPolicyError, UnprotectedStatis
 from opacus_bc.batch_norm.private import PrivateStatistics
 from opacus_bc.batch_norm.public import PublicStatistics
 from opacus_bc.draws.loader import BatchMemoryManager, PrivateDataLoader
+from opacus_bc.draws.units import Units
 from opacus_bc.engine.privacy_engine import PrivacyEngine
 from opacus_bc.engine.resume.files import CheckpointError
 from opacus_bc.gradients.local_update import local_update
+from opacus_bc.optimizers.averaging import AveragedWeights
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
 from opacus_bc.optimizers.samples import IndividualClippingOptimizer
+from opacus_bc.optimizers.schedules import WarmupCosine
 from opacus_bc.public.data import PublicDataError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALC",
+    "AveragedWeights",
     "BatchClippingOptimizer",
     "BatchMemoryManager",
     "BatchNormPolicyError",
@@ -34,7 +38,9 @@ __all__ = [
     "PublicDataError",
     "PublicStatistics",
     "TradeOffCurve",
+    "Units",
     "UnprotectedStatisticsError",
+    "WarmupCosine",
     "accounting",
     "local_update",
 ]

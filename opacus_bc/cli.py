@@ -25,7 +25,7 @@ from opacus_bc.audit.command import audit
 from opacus_bc.experiments.compare.command import compare
 from opacus_bc.experiments.reproduce.command import reproduce
 from opacus_bc.mechanism.blocks import over_layers
-from opacus_bc.mechanism.names import Sampling, adjacency_of
+from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of, neighbours
 
 EXTRA = "the command line needs tyro and rich: pip install 'opacus-bc[experiments]'"
 MEANINGLESS = 50.0
@@ -61,14 +61,25 @@ def schedule(
             check_count("dataset_size", dataset_size or 0, 1),
         )
         if size > number:
-            raise ValueError(f"batch_size={size} must not exceed dataset_size={number}.")
+            raise ValueError(f"batch_size={size} must not exceed dataset_size={number} (or users).")
         length = math.ceil(number / size)
         repeats = check_count("epochs", epochs if epochs is not None else -1)
         return Schedule(1 / length, repeats * length, repeats)
     if sample_rate is not None and steps is not None and counted == (None, None, None):
         rate, taken = check_number("sample_rate", sample_rate, 0, 1), check_count("steps", steps)
         return Schedule(rate, taken, math.ceil(taken * rate - 1e-9))
-    raise ValueError("give either --batch-size, --dataset-size and --epochs, or --sample-rate and --steps.")
+    raise ValueError(
+        "give either --batch-size, --dataset-size (or --users) and --epochs, or --sample-rate and --steps."
+    )
+
+
+def _units(dataset_size: int | None, users: int | None) -> int | None:
+    """How many there are of whom is protected."""
+    if dataset_size is not None and users is not None:
+        raise ValueError(
+            "give --users or --dataset-size, not both: with --users the number of samples does not matter."
+        )
+    return dataset_size if users is None else check_count("users", users, 2)
 
 
 def epsilon(
@@ -77,6 +88,7 @@ def epsilon(
     layers: int = 1,
     batch_size: int | None = None,
     dataset_size: int | None = None,
+    users: int | None = None,
     epochs: int | None = None,
     sample_rate: float | None = None,
     steps: int | None = None,
@@ -92,6 +104,8 @@ def epsilon(
         layers: number of separately clipped groups L (adaptive layerwise clipping); costs sqrt(L).
         batch_size: samples per step; with --dataset-size and --epochs. The sample rate is 1/ceil(size/batch).
         dataset_size: number of private samples.
+        users: instead of --dataset-size: number of users, each protected with all their samples; --batch-size
+            then counts users.
         epochs: passes over the data.
         sample_rate: instead: the probability that a sample takes part in a step.
         steps: with --sample-rate: the number of steps.
@@ -100,8 +114,13 @@ def epsilon(
         json: print JSON instead of a table.
         plot: write the trade-off curve to this file (.png, .pdf, .svg).
     """
-    plan = schedule(batch_size, dataset_size, epochs, sample_rate, steps)
-    facts = report(plan, noise_multiplier, layers, delta, sampling, plot)
+    size = _units(dataset_size, users)
+    # With a sample rate nobody needs their number: --users says who is protected.
+    plan = schedule(
+        batch_size, None if users and sample_rate is not None else size, epochs, sample_rate, steps
+    )
+    unit: Unit = "sample" if users is None else "user"
+    facts = report(plan, noise_multiplier, layers, delta, sampling, plot, unit)
     _show(facts, json, title=f"noise multiplier {noise_multiplier:g}, {layers} layer(s), {sampling} sampling")
     return 0
 
@@ -115,6 +134,7 @@ def calibrate(
     layers: int = 1,
     batch_size: int | None = None,
     dataset_size: int | None = None,
+    users: int | None = None,
     epochs: int | None = None,
     sample_rate: float | None = None,
     steps: int | None = None,
@@ -133,6 +153,8 @@ def calibrate(
         layers: number of separately clipped groups L.
         batch_size: samples per step; with --dataset-size and --epochs. The sample rate is 1/ceil(size/batch).
         dataset_size: number of private samples.
+        users: instead of --dataset-size: number of users, each protected with all their samples; --batch-size
+            then counts users.
         epochs: passes over the data.
         sample_rate: instead: the probability that a sample takes part in a step.
         steps: with --sample-rate: the number of steps.
@@ -141,7 +163,12 @@ def calibrate(
         json: print JSON instead of a table.
         plot: write the trade-off curve to this file (.png, .pdf, .svg).
     """
-    plan = schedule(batch_size, dataset_size, epochs, sample_rate, steps)
+    size = _units(dataset_size, users)
+    # With a sample rate nobody needs their number: --users says who is protected.
+    plan = schedule(
+        batch_size, None if users and sample_rate is not None else size, epochs, sample_rate, steps
+    )
+    unit: Unit = "sample" if users is None else "user"
     sigma = accounting.noise_multiplier(
         target_epsilon=epsilon,
         target_delta=delta if epsilon is not None else None,
@@ -154,7 +181,7 @@ def calibrate(
         sampling=sampling,
         passes=plan.passes,
     )
-    facts = report(plan, sigma, layers, delta, sampling, plot)
+    facts = report(plan, sigma, layers, delta, sampling, plot, unit)
     _show(
         facts, json, title=f"calibrated noise multiplier {sigma:.6g}, {layers} layer(s), {sampling} sampling"
     )
@@ -168,6 +195,7 @@ def report(
     delta: float,
     sampling: Sampling,
     plot: Path | None = None,
+    unit: Unit = "sample",
 ) -> dict[str, Any]:
     """Everything the table shows, as plain numbers; None where a tool gives no answer."""
     sigma = check_sigma(noise_multiplier)
@@ -201,7 +229,8 @@ def report(
     return {
         "epsilon": value,
         "delta": delta,
-        "adjacency": adjacency_of(sampling),
+        "adjacency": neighbours(adjacency_of(sampling), unit),
+        "protects": "one user with all their samples" if unit == "user" else "one sample",
         "sampling": sampling,
         "noise_multiplier": sigma,
         "layers": layers,
@@ -274,6 +303,7 @@ def _show(facts: Mapping[str, Any], as_json: bool, title: str) -> None:
     rows: list[tuple[str, str, str]] = [
         (f"epsilon at delta = {facts['delta']:g}", rounded_up(facts["epsilon"]), "certified upper bound"),
         ("adjacency", facts["adjacency"], f"{facts['sampling']} sampling"),
+        ("protects", facts["protects"], "the unit of the guarantee"),
         (
             "sample rate, steps",
             f"{facts['sample_rate']:.4g}, {facts['steps']}",

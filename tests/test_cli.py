@@ -32,6 +32,26 @@ def test_the_papers_setting_is_reported_in_full(capsys: pytest.CaptureFixture[st
     assert printed.count("approximation, not a bound") == 2
 
 
+def test_users_are_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """1,000 users, 60 a step: the rate is 1/17, and the epsilon that of 17 steps an epoch."""
+    budget = ["--noise-multiplier", "1.1", "--json"]
+    assert cli.main(["epsilon", *budget, "--users=1000", "--batch-size=60", "--epochs=2"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["adjacency"], facts["protects"]) == (
+        "add/remove one user",
+        "one user with all their samples",
+    )
+    expected = accounting.epsilon(noise_multiplier=1.1, sample_rate=1 / 17, steps=34, delta=1e-5)
+    assert facts["epsilon"] == expected
+    assert cli.main(["epsilon", *budget, "--users=1000", f"--sample-rate={1 / 17}", "--steps=34"]) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == expected
+    assert cli.main(["calibrate", "--epsilon=3", "--users=1000", "--batch-size=60", "--epochs=2"]) == 0
+    assert "add/remove one user" in capsys.readouterr().out
+    wrong = ["--users=1000", "--dataset-size=9", "--batch-size=60", "--epochs=2"]
+    assert cli.main(["epsilon", *budget, *wrong]) == 2
+    assert "give --users or --dataset-size, not both" in capsys.readouterr().err
+
+
 def test_json_holds_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["epsilon", "--noise-multiplier", "2.5", *PAPER, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -75,7 +95,7 @@ def test_calibration_meets_the_target(capsys: pytest.CaptureFixture[str], tmp_pa
         ("epsilon --noise-multiplier -1 --sample-rate 0.1 --steps 3", "noise_multiplier=-1.0"),
         ("epsilon --noise-multiplier 1 --sample-rate 1.5 --steps 3", "sample_rate=1.5"),
         ("epsilon --noise-multiplier 1 --sample-rate 0.5 --steps 3 --delta 0", "delta=0.0"),
-        ("epsilon --noise-multiplier 1", "--batch-size, --dataset-size and --epochs"),
+        ("epsilon --noise-multiplier 1", "--batch-size, --dataset-size (or --users) and --epochs"),
         ("epsilon --noise-multiplier 1 --batch-size 10 --dataset-size 5 --epochs 1", "batch_size=10"),
         ("calibrate --sample-rate 0.5 --steps 3", "exactly one"),
         ("calibrate --epsilon -2 --sample-rate 0.5 --steps 3", "target_epsilon=-2.0"),

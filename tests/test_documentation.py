@@ -8,7 +8,9 @@ import runpy
 import sys
 from pathlib import Path
 
+import opacus
 import pytest
+from support import opacus_differences
 
 import opacus_bc
 from opacus_bc import accounting, audit
@@ -118,3 +120,21 @@ def test_the_readme_shows_the_numbers_of_the_committed_results(mode: str) -> Non
         line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {mode} |")
     )
     assert line.endswith(f"| {small} | {large} | {accuracies[1.57]} | {accuracies[8.0]} |")
+
+
+def test_the_migration_page_lists_opacus_tests_that_differ_as_the_plugin_does() -> None:
+    assert opacus_differences.table() in (DOCS / "migration.md").read_text()
+    names = [name for found in opacus_differences.DIFFERENCES for name in found.tests]
+    assert len(names) == len(set(names)) > 0
+    assert all(found.why and found.words for found in opacus_differences.DIFFERENCES)
+
+
+def test_tests_of_opacus_that_are_listed_exist() -> None:
+    folder = Path(opacus.__file__).parent / "tests"
+    text = "\n".join(page.read_text() for page in folder.rglob("*_test.py"))
+    for found in opacus_differences.DIFFERENCES:
+        for name in found.tests:
+            owner, test = name.split("::")
+            assert re.search(rf"^class {owner.replace('*', '[A-Za-z]*')}\(", text, re.MULTILINE)
+            assert f"    def {test}(" in text
+        assert all(f"class {name}(" in text for name in found.but)

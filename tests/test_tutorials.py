@@ -22,6 +22,7 @@ NAMES = (
     "fine_tune_a_pretrained_model",
     "adaptive_layerwise_clipping",
     "privacy_accounting",
+    "protect_users",
     "auditing",
     "scaling_out",
     "reproduce_the_paper",

@@ -230,7 +230,7 @@ for way, (batch_size, _, settings) in WAYS.items():
     optimizer = optimizers[way]
     sigma, bound, vectors = optimizer.noise_multiplier, optimizer.max_grad_norm, optimizer.expected_batch_size
     batch = "clipping" in settings
-    # Noise on an entry of the sum: a batch-clipping optimizer says so itself, Opacus's has sigma times C.
+    # Noise on an entry of the sum: a batch-clipping optimizer says so itself, individual clipping has sigma times C.
     std = optimizer.blocks()[0].noise_std if batch else sigma * bound
     norm = std * entries**0.5 / vectors / bound
     factor = 2 * batch_size // vectors if batch else 1
@@ -241,9 +241,9 @@ for way, (batch_size, _, settings) in WAYS.items():
 # ## What to take home
 #
 # - **Stock Opacus with GroupNorm** did as well as IC with public BatchNorm here. Where the architecture is yours to change, that is the first thing to try.
-# - **IC with public BatchNorm** keeps the model and pays no more noise than stock Opacus. It needs per-sample gradients and a public
-#   set. Use it if you can.
-# - **GBC** needs neither hooks nor per-sample gradients, and its BatchNorm sees private statistics, which clipping covers. It pays 2s
+# - **IC with public BatchNorm** keeps the model and pays no more noise than stock Opacus. One ordinary backward clips every sample
+#   (`grad_sample_mode="bk"`, the default here). It needs a public set. Use it if you can.
+# - **GBC** needs no per-sample gradients, and its BatchNorm sees private statistics, which clipping covers. It pays 2s
 #   in noise: keep s small and m large.
 # - **BC** costs one ordinary backward. With 2m times the noise it is for large budgets, or for functions of a batch that have no
 #   per-sample gradient. So few samples, N = 1,344, are its worst case: 29 % here, 83 % on MNIST at ε = 8 and δ = 10⁻⁵ (README).

@@ -16,10 +16,11 @@ from opacus_bc.accounting.events import (
     ADJACENCY,
     RELEASES,
     Entry,
+    base_kind,
     check_delta,
     check_entry,
+    check_kind,
     check_number,
-    check_sampling,
     check_sigma,
     to_steps,
 )
@@ -32,7 +33,8 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
 
     `history` holds (sigma_eff, sample_rate, steps, sampling); entries of three fields, as Opacus writes them,
     mean Poisson sampling. One entry per pass for "shuffle"; entries of the kinds in
-    `events.RELEASES` are one-off Gaussian releases and no steps.
+    `events.RELEASES` are one-off Gaussian releases and no steps. "poisson over users" and its kin protect
+    users with all their samples; entries about samples and about users do not mix.
 
     **Formal guarantee.** `get_epsilon` and `get_delta` are upper bounds and `get_tradeoff` is a lower one,
     for the adjacency in `adjacency`, provided the noise schedule and the number of steps were fixed in
@@ -51,7 +53,10 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
 
     @property
     def adjacency(self) -> str | None:
-        """What neighbouring data sets are: "add/remove one", "replace one", or None for an empty history."""
+        """What neighbouring data sets are, or None for an empty history.
+
+        "add/remove one" or "replace one" (sample), "add/remove one user" or "replace one user".
+        """
         return ADJACENCY[check_entry(self.history[0])[3]] if self.history else None
 
     def step(
@@ -67,7 +72,7 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
         Args:
             noise_multiplier: sigma_eff = 1/mu of the step.
             sample_rate: probability that a sample takes part in it.
-            sampling: "poisson", "partition" or "shuffle".
+            sampling: "poisson", "partition" or "shuffle", each also with " over users".
             new_pass: for "shuffle": this step is the first of a pass over the data. A pass costs its
                 noisiest-to- least-noisy worst case, G of the largest mu among its steps; mu^2 adds up over
                 passes.
@@ -76,17 +81,18 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
             ValueError: on values out of range, and when the sampling contradicts the adjacency of earlier
                 steps.
         """
-        kind = check_sampling(sampling)
+        kind = check_kind(sampling)
         sigma = check_sigma(noise_multiplier)
         rate = check_number("sample_rate", sample_rate, 0, 1)
         self._check_adjacency(ADJACENCY[kind], f"sampling={sampling!r}")
         place = self._last_step()
         if place is not None:
             last = check_entry(self.history[place])
-            if kind == last[3] == "shuffle" and not new_pass:
+            shuffled = base_kind(kind) == "shuffle"
+            if shuffled and kind == last[3] and not new_pass:
                 self.history[place] = (min(last[0], sigma), max(last[1], rate), last[2] + 1, kind)
                 return
-            if kind != "shuffle" and (last[0], last[1], last[3]) == (sigma, rate, kind):
+            if not shuffled and (last[0], last[1], last[3]) == (sigma, rate, kind):
                 self.history[place] = (sigma, rate, last[2] + 1, kind)
                 return
         self.history.append((sigma, rate, 1, kind))
@@ -110,7 +116,8 @@ class FDPAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
 
         Args:
             noise_multiplier: noise standard deviation over the sensitivity in the adjacency.
-            adjacency: "add/remove one" or "replace one"; None means that of what was accounted before.
+            adjacency: "add/remove one" or "replace one", each also with " user"; None means that of what was
+                accounted before.
 
         Raises:
             ValueError: when it contradicts what was accounted before, or is None and nothing was.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from scipy.special import ndtr
 
-from opacus_bc.accounting.events import RELEASES, Entry, check_count, check_number, check_sigma
+from opacus_bc.accounting.events import RELEASES, Entry, base_kind, check_count, check_number, check_sigma
 from opacus_bc.mechanism.blocks import over_layers
 
 
@@ -53,8 +53,8 @@ def mu_clt(*, noise_multiplier: float, sample_rate: float, steps: int, layers: i
 def mu_clt_of(entries: Iterable[Entry]) -> float:
     """The approximation for a history; unsampled releases enter with their exact parameter."""
     square = 0.0
-    for sigma, rate, steps, sampling in entries:
-        if sampling in ("shuffle", *RELEASES):
+    for sigma, rate, steps, kind in entries:
+        if base_kind(kind) in ("shuffle", *RELEASES):
             square += (1.0 / sigma if sigma > 1e-150 else math.inf) ** 2
         elif steps and rate:
             square += 2 * steps * rate * rate * h(sigma) ** 2

@@ -9,18 +9,34 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from opacus_bc.accounting.lattice import Floats, Step
-from opacus_bc.mechanism.names import SAMPLINGS, Adjacency, Sampling, adjacency_of
+from opacus_bc.mechanism.names import (
+    OVER_USERS,
+    SAMPLINGS,
+    Adjacency,
+    Sampling,
+    Unit,
+    adjacency_of,
+    event_kind,
+    neighbours,
+)
 
 Entry: TypeAlias = tuple[float, float, int, str]
 
 # One-off Gaussian releases of all the data; each kind says against which neighbours its sigma was taken.
 RELEASE, REPLACE_RELEASE = "release", "release (replace one)"
-RELEASES = (RELEASE, REPLACE_RELEASE)
-ADJACENCY: dict[str, Adjacency] = {
+_ADJACENCY: dict[str, Adjacency] = {
     **{sampling: adjacency_of(sampling) for sampling in SAMPLINGS},
     RELEASE: "add/remove one",
     REPLACE_RELEASE: "replace one",
 }
+_PROTECTED: tuple[Unit, ...] = ("sample", "user")
+# Every kind of entry, and the neighbouring data sets that it is about; samples and users do not mix.
+ADJACENCY: dict[str, str] = {
+    event_kind(name, unit): neighbours(adjacency, unit)
+    for unit in _PROTECTED
+    for name, adjacency in _ADJACENCY.items()
+}
+RELEASES = tuple(event_kind(name, unit) for unit in _PROTECTED for name in (RELEASE, REPLACE_RELEASE))
 MAX_LEVELS = 256
 
 
@@ -70,6 +86,21 @@ def check_sampling(sampling: str) -> Sampling:
     return sampling
 
 
+def base_kind(kind: str) -> str:
+    """An entry's kind without the word for whom it protects: users compose as samples do.
+
+    >>> base_kind("shuffle over users")
+    'shuffle'
+    """
+    return kind.removesuffix(OVER_USERS)
+
+
+def check_kind(kind: str) -> str:
+    """A sampling, or one of users."""
+    check_sampling(base_kind(kind))
+    return kind
+
+
 def check_entry(entry: Sequence[Any]) -> Entry:
     """A history entry (sigma_eff, q, steps[, sampling]); three fields, as Opacus writes them, mean Poisson
     sampling.
@@ -81,7 +112,7 @@ def check_entry(entry: Sequence[Any]) -> Entry:
     sigma, rate, steps, *rest = entry
     sampling = str(rest[0]) if rest else "poisson"
     if sampling not in RELEASES:
-        check_sampling(sampling)
+        check_kind(sampling)
     return (
         check_sigma(sigma),
         check_number("sample_rate", rate, 0, 1),
@@ -104,7 +135,8 @@ def to_steps(entries: Iterable[Entry]) -> tuple[Step, ...]:
     """
     counts: dict[tuple[float, float, bool], int] = {}
     squares = 0.0
-    for sigma, rate, steps, sampling in entries:
+    for sigma, rate, steps, kind in entries:
+        sampling = base_kind(kind)
         if sampling in ("shuffle", *RELEASES):
             squares += _mu(sigma) ** 2 if sampling in RELEASES or steps else 0.0
         else:

@@ -30,8 +30,8 @@ logger = logging.getLogger("opacus_bc")
 # An estimation computes at most this share of the gradients of the steps between two of them, so that it
 # stays below 5 % of their time (benchmarks/alc_estimation_cost.py); a single sample costs more than its share
 # of a batch. More than LARGEST_COUNT add little: the means are then known to within about 10 per cent.
-SHARE: Mapping[Unit, float] = {"mini-set": 0.04, "sample": 0.005}
-LARGEST_COUNT: Mapping[Unit, int] = {"mini-set": 32, "sample": 128}
+SHARE: Mapping[Unit, float] = {"mini-set": 0.04, "user": 0.04, "sample": 0.005}
+LARGEST_COUNT: Mapping[Unit, int] = {"mini-set": 32, "user": 32, "sample": 128}
 
 # For the plot: when there are more estimations, every second one is dropped.
 LONGEST_HISTORY = 1000
@@ -72,7 +72,7 @@ class AdaptiveClipping:
         *,
         unit: Unit,
         adjacency: Adjacency,
-        mini_set_size: int,  # samples in a unit; 1 for individual clipping
+        mini_set_size: int,  # samples in a unit; 1 for individual clipping of samples, the most of a user
         steps_per_epoch: int,
         gradients_per_step: int,  # units clipped in a step
         criterion: Loss | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from opacus_bc.mechanism.rules import ClipRule, FlatClipping, OpacusClipping
 from opacus_bc.mechanism.types import Loader, Loss
 from opacus_bc.parallel.ranks import Ranks
 from opacus_bc.public.data import check_disjoint
+from opacus_bc.public.norms import parameter_norms
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -28,8 +30,8 @@ def trainable(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Par
 
 
 def _without_alc(unit: Unit, adjacency: Adjacency, bounds: tuple[float, ...] | None = None) -> ClipRule:
-    """Mini-sets get noise of sigma times their sensitivity, single samples Opacus's."""
-    if unit == "mini-set":
+    """Mini-sets and users get noise of sigma times their sensitivity, single samples Opacus's."""
+    if unit != "sample":
         return FlatClipping(unit=unit, adjacency=adjacency)
     return OpacusClipping(adjacency=adjacency, bounds=bounds)
 
@@ -86,9 +88,9 @@ def make_rule(
         adjacency=plan.adjacency,
         mini_set_size=plan.clipped_together,
         steps_per_epoch=plan.steps_per_epoch,
-        gradients_per_step=plan.mini_set_size if plan.unit == "sample" else plan.mini_sets,
+        gradients_per_step=plan.vectors,
         criterion=criterion,
         ranks=ranks,
-        measure=measure,
+        measure=measure if plan.views == 1 else partial(parameter_norms, views=plan.views),
         hooks=hooks,
     )

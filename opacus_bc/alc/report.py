@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opacus_bc.alc.adaptive import AdaptiveClipping
 from opacus_bc.mechanism.blocks import Block
+from opacus_bc.mechanism.names import Unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class LayerReport:
 
     rows: Sequence[LayerRow]
     history: Sequence[tuple[int, dict[str, float]]]
+    unit: Unit = "sample"  # what one clipped vector belongs to
 
     def table(self) -> str:
         """The rows as text."""
@@ -54,7 +56,10 @@ class LayerReport:
         )
 
     def __str__(self) -> str:
-        return self.table()
+        """The table, and who is protected where that is not a sample."""
+        if self.unit != "user":
+            return self.table()
+        return f"{self.table()}\none clipped vector is one user, with all their samples of a step"
 
     def plot(self, path: str | Path) -> None:
         """Draw the layer norms over training (the paper's first figure) into a file."""
@@ -113,4 +118,4 @@ def layer_report(
                 noise_to_signal=noise / signal if signal else (math.inf if noise else 0.0),
             )
         )
-    return LayerReport(rows=rows, history=list(adaptive.history))
+    return LayerReport(rows=rows, history=list(adaptive.history), unit=adaptive.rule.unit)

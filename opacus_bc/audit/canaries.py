@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc.audit.claims import AuditResult, Claim, Row
+from opacus_bc.audit.modes import MODES
 from opacus_bc.audit.one_run import audit_one_run
 from opacus_bc.audit.scores import likelihood_ratio
 from opacus_bc.audit.toys import repeat_noise
@@ -42,6 +43,7 @@ def audit_many_canaries(
     mini_sets: int | None = None,
     mini_set_size: int = 4,
     max_grad_norm: float = 0.5,
+    method: str = "IC",
     seed: int = 0,
     **row: Unpack[Row],
 ) -> AuditResult:
@@ -55,6 +57,7 @@ def audit_many_canaries(
         mini_sets: k of general batch clipping; None is individual clipping.
         mini_set_size: s; samples without a gradient fill the mini-sets up.
         max_grad_norm: C.
+        method: A row of :data:`opacus_bc.audit.modes.MODES` of individual clipping, without ``mini_sets``.
         seed: Of everything random.
         row: See :func:`opacus_bc.audit.claims.judge`.
     """
@@ -74,16 +77,15 @@ def audit_many_canaries(
         generator=torch.Generator().manual_seed(seed),
     )
     individual = mini_sets is None
-    how: dict[str, Any] = {"clipping": "flat"}
+    how = MODES[method].arguments(size=len(members), bound=max_grad_norm)
     if not individual:
-        how = {"clipping": "batch", "mini_batch_size": mini_set_size}
+        how = {"clipping": "batch", "mini_batch_size": mini_set_size, "max_grad_norm": max_grad_norm}
     engine = PrivacyEngine()
     net, optimizer, private = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         data_loader=loader,
         noise_multiplier=noise_multiplier,
-        max_grad_norm=max_grad_norm,
         **how,
     )
     repeat_noise(optimizer, seed)

@@ -11,7 +11,7 @@ from typing import Any, Required, TypedDict
 import numpy as np
 
 from opacus_bc.accounting import FDPAccountant, TradeOffCurve
-from opacus_bc.accounting.events import check_count, check_delta, check_entry, check_sampling
+from opacus_bc.accounting.events import base_kind, check_count, check_delta, check_entry, check_sampling
 from opacus_bc.audit.bounds import (
     Rates,
     Scores,
@@ -55,7 +55,8 @@ class Claim:
         Raises:
             ValueError: Nothing is booked, or steps of several kinds: use ``engine.get_tradeoff()`` then.
         """
-        entries = [check_entry(entry) for entry in engine.accountant.history]
+        booked = [check_entry(entry) for entry in engine.accountant.history]
+        entries = [(*entry[:3], base_kind(entry[3])) for entry in booked]  # of samples, or of users
         kinds = {(sigma, rate, sampling) for sigma, rate, _, sampling in entries}
         if len(kinds) != 1 or entries[0][3] not in SAMPLINGS:
             raise ValueError(f"a claim needs steps of one kind, the accountant has booked {entries}")

@@ -61,3 +61,16 @@ class Normalised(Wide):
         """The sum of a row's channels, times the row's third column."""
         out: Tensor = x[:, 2] * self.norm(self.linear(x[:, :2])).sum(1)
         return out
+
+
+class Mean(nn.Module):
+    """The mean of outputs times targets, or one loss for each row where ghost clipping asks for it."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, output: Tensor, sign: Tensor) -> Tensor:
+        """The loss."""
+        losses = output * sign
+        return losses if self.reduction == "none" else losses.mean()

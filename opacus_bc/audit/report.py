@@ -75,7 +75,7 @@ def legend(results: Sequence[AuditResult]) -> str:
 
 
 def markdown(results: Sequence[AuditResult], command: str) -> str:
-    """The table for SECURITY.md, between its marks."""
+    """The table for docs/audit.md, between its marks."""
     lines = [
         BEGIN,
         f"Printed by `{command}`.",

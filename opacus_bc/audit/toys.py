@@ -8,7 +8,8 @@ the same in proportion to its bound, so that all of them move at once.
 then moves every entry by 1/sqrt(R) of the sensitivity and puts independent noise on each, so that one real
 step at noise multiplier sigma / sqrt(R) is R independent repetitions of a one-dimensional step at sigma, as
 an adversary sees it who looks at one entry only. With BatchNorm a repetition is one channel, whose weights,
-gain and shift are all looked at.
+gain and shift are all looked at; a mini-set's copies are pairs that cancel and the canary is their mean, so
+that whatever the statistics are, only the shifts have a gradient, and the canary turns that one around.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_bc.alc.config import ALC
-from opacus_bc.audit.models import InnerProduct, Normalised, Wide
-from opacus_bc.batch_norm.public import PublicStatistics
+from opacus_bc.audit.models import InnerProduct, Mean, Normalised, Wide
+from opacus_bc.audit.modes import MODES, Mode
 from opacus_bc.draws.plan import SMALLEST_MINI_SET
 from opacus_bc.engine.privacy_engine import PrivacyEngine
 from opacus_bc.mechanism.names import Sampling
 from opacus_bc.mechanism.randomness import fresh_seed
 
-Method = Literal["BC", "GBC", "IC", "ALC", "ALC scale", "IC + ALC", "IC + BatchNorm"]
 Floats = npt.NDArray[np.float64]
 
 _SIZE = 100.0  # of a gradient over its bound: everything is clipped
@@ -44,7 +43,7 @@ class Toy:
     """A worst case: how it is clipped, drawn and noised.
 
     Attributes:
-        method: Which clipping.
+        method: A row of :data:`opacus_bc.audit.modes.MODES`.
         noise_multiplier: sigma.
         steps_per_epoch: 1/q.
         steps: T of a repetition; passes for ``sampling="shuffle"``.
@@ -52,9 +51,11 @@ class Toy:
         mini_sets: k.
         layers: L, clip groups of ALC.
         max_grad_norm: C.
+        through_statistics: With BatchNorm and individual clipping: most of the canary's gradient goes through
+            the public statistics. Otherwise the canary would turn the batch's own statistics around.
     """
 
-    method: Method
+    method: str
     noise_multiplier: float = 1.0
     steps_per_epoch: int = 1
     steps: int = 1
@@ -62,11 +63,17 @@ class Toy:
     mini_sets: int = 1
     layers: int = 1
     max_grad_norm: float = 0.5
+    through_statistics: bool = False
+
+    @property
+    def mode(self) -> Mode:
+        """The row of the table that ``method`` names."""
+        return MODES[self.method]
 
     @property
     def individual(self) -> bool:
         """Whether samples are clipped one by one."""
-        return self.method.startswith("IC")
+        return self.mode.individual
 
     @property
     def replaces(self) -> bool:
@@ -79,6 +86,23 @@ class Toy:
         return tuple(0.5**h for h in range(self.layers))
 
 
+def single_round(method: str, *, through_statistics: bool = False) -> Toy:
+    """A row of the table at mu = 1 without sampling: one step, or with BatchNorm four."""
+    mode = MODES[method]
+    rounds = 1 if mode.batch_norm is None else 4
+    by_layers = mode.alc is not None or mode.clipping == "per_layer"
+    layers = 4 if by_layers else 1
+    root = math.sqrt(layers) if mode.alc == "clip" else 1.0  # what sigma_eff loses
+    return Toy(
+        method=method,
+        noise_multiplier=math.sqrt(rounds) * root,
+        steps=rounds,
+        mini_sets=4 if method == "GBC" else 1,
+        layers=layers,
+        through_statistics=through_statistics,
+    )
+
+
 @dataclass(kw_only=True)
 class PrivateToy:
     """A toy that ``PrivacyEngine.make_private`` has made private: everything in it is the real thing."""
@@ -89,6 +113,7 @@ class PrivateToy:
     model: nn.Module
     optimizer: Any
     loader: Any
+    criterion: Callable[[Tensor, Tensor], Any]
     data: Tensor
     copies: int
     # Every step's movement of the weights, which go back to the start before anything else looks at them.
@@ -112,7 +137,7 @@ class PrivateToy:
     def step(self, x: Tensor) -> None:
         """What the user's loop does with a delivered batch."""
         self.optimizer.zero_grad()
-        (self.sign * self.model(x)).mean().backward()
+        self.criterion(self.model(x), x.new_full((len(x),), self.sign)).backward()
         self.optimizer.step()
 
     def released(self, start: int = 0) -> Floats:
@@ -141,31 +166,20 @@ def repeat_noise(optimizer: Any, seed: int) -> None:
     optimizer.noise.reseed(fresh_seed(_noise_generator(seed)))
 
 
-def _gradient(module: nn.Module, batch: Any) -> None:
-    module(batch[0]).mean().backward()
-
-
-def _public(toy: Toy) -> DataLoader[Any]:
-    x = torch.tensor([toy.proportions]).repeat(8, 1)
-    return DataLoader(TensorDataset(x, torch.zeros(8)), batch_size=4)
-
-
-def _public_statistics() -> PublicStatistics:
-    x = torch.randn(32, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = torch.cat([x, torch.ones(32, 1, dtype=torch.float64)], dim=1)
-    return PublicStatistics(loader=DataLoader(TensorDataset(rows), batch_size=32), differentiate=True)
-
-
 def samples(toy: Toy, copies: int, canaries: int) -> Tensor:
     """The copies and after them the canaries, one column for each layer.
 
-    With BatchNorm copies are of ordinary size and the canary is not: it would turn all of them around if
-    statistics were the batch's, and its loss outweighs theirs.
+    With BatchNorm and individual clipping the canary's loss outweighs those of the copies, and either its
+    features are extreme, or they are zero and the public means are not.
     """
-    if toy.method == "IC + BatchNorm":
+    if toy.mode.batch_norm is not None:
         size = _SIZE * toy.max_grad_norm
-        ordinary, canary = torch.tensor([[[3, 1, size]], [[-1e3, 2e3, 1e3 * size]]], dtype=torch.float64)
-        return torch.cat([ordinary.repeat(copies, 1), canary.repeat(canaries, 1)])
+        canary = [0, 0, 1e3 * size] if toy.through_statistics else [-1e3, 2e3, 1e3 * size]
+        rows = [[[3, 1, size]] * 2, [canary]]
+        if not toy.individual:
+            rows = [[[3, 1, -size], [-3, -1, -size]], [[0, 0, 2 * copies * size]]]
+        ordinary, last = (torch.tensor(row, dtype=torch.float64) for row in rows)
+        return torch.cat([ordinary.repeat(-(-copies // 2), 1)[:copies], last.repeat(canaries, 1)])
     base = _SIZE * toy.max_grad_norm * torch.tensor([toy.proportions])
     if toy.individual:
         opposite = -base if toy.replaces else 0.0 * base
@@ -202,8 +216,8 @@ def make_toy(
     if copies is None:
         copies = 40 * toy.mini_sets * toy.steps_per_epoch
     values = samples(toy, copies, canaries) if data is None else data
-    normalised = toy.method == "IC + BatchNorm"
-    inner: Wide = Normalised(width) if normalised else InnerProduct(toy.layers, width)
+    mode = toy.mode
+    inner: Wide = Normalised(width) if mode.batch_norm is not None else InnerProduct(toy.layers, width)
     size = len(values)
     batch = math.ceil(size / toy.steps_per_epoch)
     batch += -batch % toy.mini_sets
@@ -212,14 +226,10 @@ def make_toy(
         batch_size=batch,
         generator=torch.Generator().manual_seed(seed),
     )
-    extra: dict[str, Any] = {}
+    # Ghost clipping asks for the criterion, the others leave it to the loop.
+    extra: dict[str, Any] = {"criterion": Mean()} if mode.gradients == "ghost" else {}
     if not toy.individual:
         extra["mini_batch_size"] = batch // toy.mini_sets
-    if normalised:
-        extra["batch_norm"] = _public_statistics()
-    if "ALC" in toy.method:
-        apply: Any = "scale" if toy.method == "ALC scale" else "clip"
-        extra["alc"] = ALC(_public(toy), layers="parameter", apply=apply, refresh="once", gradient=_gradient)
     movements: list[Tensor] = []
 
     def record(*_: Any) -> None:
@@ -230,20 +240,24 @@ def make_toy(
     descent.register_step_post_hook(record)
     engine = PrivacyEngine()
     with warnings.catch_warnings():
-        for message in ("noise_multiplier=0", "the public data has"):
+        for message in ("noise_multiplier=0", "the public data has", "batch_norm=", "Full backward hook"):
             warnings.filterwarnings("ignore", message=message)
-        model, optimizer, private = engine.make_private(
+        model, optimizer, *criterion, private = engine.make_private(
             module=wrap(inner),
             optimizer=descent,
             data_loader=loader,
             noise_multiplier=toy.noise_multiplier / math.sqrt(width),
-            max_grad_norm=toy.max_grad_norm,
-            clipping="flat" if toy.individual else "batch",
             sampling=toy.sampling,
-            noise_generator=None if toy.individual else _noise_generator(seed),
+            noise_generator=_noise_generator(seed) if mode.seeded_by_generator else None,
+            **mode.arguments(
+                size=size,
+                bound=toy.max_grad_norm,
+                proportions=toy.proportions,
+                public_mean=30.0 if toy.through_statistics else 0.0,
+            ),
             **extra,
         )
-    if toy.individual:
+    if not mode.seeded_by_generator:
         repeat_noise(optimizer, seed)
     return PrivateToy(
         toy=toy,
@@ -252,6 +266,7 @@ def make_toy(
         model=model,
         optimizer=optimizer,
         loader=private,
+        criterion=criterion[0] if criterion else Mean(),
         data=values,
         copies=copies,
         movements=movements,

@@ -8,7 +8,7 @@ the same with a training function of yours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_bc.accounting import TradeOffCurve
 from opacus_bc.audit.bounds import Scores
 from opacus_bc.audit.claims import AuditResult, Claim, Row, judge
+from opacus_bc.audit.modes import MODES
 from opacus_bc.audit.scores import Attack, Floats, likelihood_ratio, silent_steps
 from opacus_bc.audit.toys import PrivateToy, Toy, make_toy, repeat_noise, samples
 from opacus_bc.batch_norm.public import PublicStatistics
@@ -159,13 +160,10 @@ def _negative_sum(x: Floats) -> Floats:
     return np.asarray(-x.sum(0))
 
 
-Policy = Literal["public", "individual", "private"]
-
-
 def audit_buffers(
     *,
     runs: int,
-    policy: Policy = "public",
+    method: str = "BC + BatchNorm, public",
     steps: int = 4,
     noise_multiplier: float = 1.0,
     seed: int = 0,
@@ -176,21 +174,21 @@ def audit_buffers(
 
     Args:
         runs: Runs of each kind.
-        policy: ``"public"`` trains with batch clipping and public statistics and looks at what ships;
-            ``"individual"`` does so with individual clipping and differentiated statistics; ``"private"``
-            releases the statistics of the private data once, with noise, and looks at these.
+        method: A row of :data:`opacus_bc.audit.modes.MODES` with BatchNorm. It is trained, and what ships is
+            looked at; with the policy ``"private"`` statistics of the private data are released once, with
+            noise, and these are looked at.
         steps: Steps of training; none for ``"private"``.
         noise_multiplier: sigma of the steps, or of the release.
         seed: Runs get different seeds from here on.
         progress: Wraps the iterable of run numbers.
         row: See :func:`opacus_bc.audit.claims.judge`.
     """
-    public = DataLoader(TensorDataset(torch.linspace(-2, 2, 32)[:, None]), batch_size=16)
-    how: dict[Policy, dict[str, Any]] = {
-        "public": {"clipping": "batch", "batch_norm": public},
-        "individual": {"clipping": "flat", "batch_norm": PublicStatistics(loader=public, differentiate=True)},
-        "private": {"clipping": "batch", "batch_norm": "private"},
-    }
+    mode = MODES[method]
+    how = mode.arguments(size=65, bound=1.0)
+    differentiated = mode.batch_norm == "differentiated"
+    if mode.batch_norm == "public" or differentiated:
+        public = DataLoader(TensorDataset(torch.linspace(-2, 2, 32)[:, None]), batch_size=16)
+        how["batch_norm"] = PublicStatistics(loader=public, differentiate=differentiated)
     ordinary = torch.cat([torch.ones(32, 1), -torch.ones(32, 1)])
     canary = torch.full((1, 1), 1e3)
     curves: list[TradeOffCurve] = []
@@ -200,7 +198,7 @@ def audit_buffers(
         x = torch.cat([ordinary, canary]) if with_canary else ordinary
         norm: Any = nn.BatchNorm1d(1)
         # Statistics of the data themselves, or behind a layer into which they are differentiated.
-        model = nn.Sequential(nn.Linear(1, 1), norm) if policy == "individual" else nn.Sequential(norm)
+        model = nn.Sequential(nn.Linear(1, 1), norm) if differentiated else nn.Sequential(norm)
         engine = PrivacyEngine()
         net, optimizer, loader = engine.make_private(
             module=model.append(nn.Linear(1, 1)),
@@ -210,16 +208,15 @@ def audit_buffers(
                 TensorDataset(x), batch_size=40, generator=torch.Generator().manual_seed(number)
             ),
             noise_multiplier=noise_multiplier,
-            max_grad_norm=1.0,
-            **how[policy],
+            **how,
         )
         repeat_noise(optimizer, number)
-        if policy == "private":
+        if mode.batch_norm == "private":
             engine.recalibrate_batch_norm(noise_multiplier=noise_multiplier)
         else:
             _train(net, optimizer, loader, steps)
         curves[:] = [engine.get_tradeoff()]
-        if policy == "private":
+        if mode.batch_norm == "private":
             # The canary's clipped vector of moments points along the second moment. The normaliser is a
             # public constant, the same for both data sets: undo it.
             return float(norm.running_var + norm.running_mean**2) * len(x)
@@ -227,7 +224,7 @@ def audit_buffers(
         return float(norm.running_mean.abs() + norm.running_var)
 
     scores = _collect(train, runs, seed, progress)
-    setting = f"BatchNorm, {'public, differentiated' if policy == 'individual' else policy} statistics"
+    setting = f"BatchNorm, {'public, differentiated' if differentiated else mode.batch_norm} statistics"
     return judge({"running statistics": scores}, curves[0], setting=setting, **row)
 
 

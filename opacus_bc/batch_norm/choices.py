@@ -96,6 +96,18 @@ def keeps_statistics(module: nn.Module) -> bool:
     return any(name.endswith("running_mean") for name, _ in module.named_buffers())
 
 
+def needs_several_samples(module: nn.Module, policy: str) -> bool:
+    """Whether a training forward normalises with the statistics of its mini-set, which one sample lacks.
+
+    ``policy`` is the name of what was chosen for the layers that keep statistics.
+    """
+    kept = statistics_modules(module)
+    return any(
+        isinstance(child, NORM_LAYERS[0]) and not (policy == "frozen" and name in kept)
+        for name, child in statistics_modules(module, individual=True).items()
+    )
+
+
 def check_policy(
     module: nn.Module,
     policy: object,

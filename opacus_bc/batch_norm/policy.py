@@ -41,7 +41,7 @@ from opacus_bc.batch_norm.layers import (
 from opacus_bc.batch_norm.private import PrivateKeeper, PrivateStatistics
 from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper, PublicStatistics
 from opacus_bc.batch_norm.snapshot import Left, Snapshot
-from opacus_bc.mechanism.names import Adjacency
+from opacus_bc.mechanism.names import Adjacency, Unit
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import Loader, State
 from opacus_bc.mechanism.warn import users_level
@@ -102,15 +102,17 @@ class BatchNormPolicy:
         trained: Collection[Tensor] = (),
         normaliser: int = 1,
         adjacency: Adjacency = "add/remove one",
+        unit: Unit = "sample",
     ) -> None:
         """Make private forwards obey the policy; ``undo`` gets what takes the changes back.
 
         ``trained`` are the parameters that releases will move; all others must stay.
-        ``"private"`` divides its sums by the public ``normaliser`` and protects neighbours by ``adjacency``.
+        ``"private"`` divides its sums by the public ``normaliser`` and protects neighbours by ``adjacency``;
+        of users (``unit``) it clips one vector each.
         """
         undo.callback(self._withdraw)
         self._before = Snapshot.of(self.root, trained)
-        self.keeper = self._make_keeper(normaliser, adjacency)
+        self.keeper = self._make_keeper(normaliser, adjacency, unit)
         for child in self.layers.values():
             self._patch(child, undo)
         self.keeper.start()
@@ -135,14 +137,17 @@ class BatchNormPolicy:
                 stacklevel=users_level(),
             )
 
-    def _make_keeper(self, normaliser: int, adjacency: Adjacency) -> Keeper:
+    def _make_keeper(self, normaliser: int, adjacency: Adjacency, unit: Unit) -> Keeper:
         if self.name == "public" and self.public is not None:
             batches = PublicBatches(self.public)
             if self.individual:
                 return ConstantsKeeper(self.root, batches, refresh_every=self.refresh_every)
             return PublicKeeper(self.root, batches)
         if self.name == "private" and isinstance(self.config, PrivateStatistics):
-            return PrivateKeeper(self.root, self.config, normaliser=normaliser, adjacency=adjacency)
+            owner: Unit = "user" if unit == "user" else "sample"
+            return PrivateKeeper(
+                self.root, self.config, normaliser=normaliser, adjacency=adjacency, unit=owner
+            )
         return Keeper(_NOBODY_WRITES[self.name])
 
     def _patch(self, child: nn.Module, undo: ExitStack) -> None:

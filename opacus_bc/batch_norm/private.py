@@ -2,7 +2,8 @@
 
 Layer by layer, with the earlier layers fixed to what was released for them, every sample contributes the
 vector of its channel means and channel second moments, clipped to norm R. The sum, divided by a public
-constant, is released with Gaussian noise.
+constant, is released with Gaussian noise. Where users are protected, the vector that is clipped is the mean
+over a user's samples, of which there are at most as many as in a step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,11 @@ from opacus_bc.batch_norm.estimating import ModelKeeper, weights_fingerprint
 from opacus_bc.batch_norm.gradients import positions
 from opacus_bc.batch_norm.layers import PolicyLayer
 from opacus_bc.mechanism.blocks import over_layers, sensitivity
-from opacus_bc.mechanism.names import Adjacency
+from opacus_bc.mechanism.names import Adjacency, Unit, neighbours
 from opacus_bc.mechanism.noise import NoiseSource
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.randomness import fresh_seed, isolated_randomness
+from opacus_bc.mechanism.segments import segment_means
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
 from opacus_bc.public.row_tests import Rows, Run, first_difference, row_count
@@ -110,8 +113,18 @@ class _Reached(Exception):
     """The layer in question has its input: the rest of the forward is not needed."""
 
 
-def layer_sum(root: nn.Module, layer: PolicyLayer, batches: Iterable[object], bound: float) -> Tensor:
-    """Sum over all samples of their clipped moments at the layer's input, which needs a row for each."""
+def layer_sum(
+    root: nn.Module,
+    layer: PolicyLayer,
+    batches: Iterable[object],
+    bound: float,
+    counts: Iterable[Sequence[int]] | None = None,
+) -> Tensor:
+    """Sum over all samples of their clipped moments at the layer's input, which needs a row for each.
+
+    With ``counts`` a batch consists of whole users with so many samples each, and the mean of a user's
+    moments is clipped.
+    """
     total = torch.zeros(2 * layer.num_features, dtype=torch.float64)
 
     def take(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -121,7 +134,7 @@ def layer_sum(root: nn.Module, layer: PolicyLayer, batches: Iterable[object], bo
     vectors: list[Tensor] = []
     handle = layer.register_forward_pre_hook(take)
     try:
-        for batch in batches:
+        for batch, owned in zip(batches, repeat(None) if counts is None else counts, strict=False):
             vectors.clear()
             try:
                 forward(root, batch)
@@ -132,7 +145,8 @@ def layer_sum(root: nn.Module, layer: PolicyLayer, batches: Iterable[object], bo
                         f"a {layer.plain_type.__name__} gets {len(vectors[0])} rows for {count} samples: "
                         "batch_norm='private' needs one row for each sample; use a public loader"
                     ) from None
-                total += clipped_sum(vectors[0], bound).cpu()
+                found = vectors[0] if owned is None else segment_means(vectors[0], owned)
+                total += clipped_sum(found, bound).cpu()
     finally:
         handle.remove()
     return total
@@ -142,14 +156,20 @@ class PrivateKeeper(ModelKeeper):
     """Holds the released statistics; evaluation before the first release raises."""
 
     def __init__(
-        self, root: nn.Module, config: PrivateStatistics, *, normaliser: int, adjacency: Adjacency
+        self,
+        root: nn.Module,
+        config: PrivateStatistics,
+        *,
+        normaliser: int,
+        adjacency: Adjacency,
+        unit: Unit = "sample",
     ) -> None:
         super().__init__(
             root, "running statistics are released from private data with Gaussian noise, counted in epsilon"
         )
         self.config = config
         self.normaliser = normaliser
-        self.adjacency = adjacency
+        self.adjacency, self.unit = adjacency, unit
         self.releases = 0
         self.finished = False
         self._released: list[tuple[PolicyLayer, Tensor, Tensor]] = []
@@ -162,7 +182,7 @@ class PrivateKeeper(ModelKeeper):
             right = math.floor(LARGE_NOISE / per_unit)
             instead = f"PrivateStatistics(noise_multiplier={right}) has {LARGE_NOISE}, for more epsilon"
             warnings.warn(
-                f"batch_norm='private': with {self.normaliser} samples the released statistics of "
+                f"batch_norm='private': with {self.normaliser} {self.unit}s the released statistics of "
                 f"{channels} channels will carry noise of standard deviation "
                 f"{self.config.noise_multiplier * per_unit:.2g}, where activations are of scale 1. "
                 + (instead if right >= 1 else "Use public data, or batch_norm='batch'"),
@@ -171,7 +191,7 @@ class PrivateKeeper(ModelKeeper):
 
     def _noise(self, noise_multiplier: float, radius: float) -> float:
         """Standard deviation of the noise on each released moment."""
-        delta = sensitivity(radius, unit="sample", adjacency=self.adjacency) / self.normaliser
+        delta = sensitivity(radius, unit=self.unit, adjacency=self.adjacency) / self.normaliser
         return noise_multiplier * delta
 
     def before_evaluation(self) -> None:
@@ -182,6 +202,11 @@ class PrivateKeeper(ModelKeeper):
                 "engine.recalibrate_batch_norm(noise_multiplier=..., bound=...) before evaluating (it costs "
                 "privacy), or engine.finalize(model) at the end"
             )
+
+    @property
+    def neighbours(self) -> str:
+        """The adjacency with the name of who is protected."""
+        return neighbours(self.adjacency, self.unit)
 
     @property
     def owes_release(self) -> bool:
@@ -230,13 +255,19 @@ class PrivateKeeper(ModelKeeper):
         noise: NoiseSource,
         noise_multiplier: float,
         bound: float | None,
+        counts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Release the statistics of all layers in the given order; accounting is the caller's duty.
 
+        ``counts`` says how many samples each user of a batch has, where users are protected.
+
         **Formal guarantee**: each layer's release is ``G_{1/noise_multiplier}``-DP given the earlier ones:
         its sum has sensitivity R (add/remove one) or 2R (replace one), the normaliser is public, and every
-        layer before it uses released statistics, so that a sample's vector depends on that sample alone.
+        layer before it uses released statistics, so that a sample's vector depends on that sample alone. The
+        same holds for users, each of whom has one vector.
         """
+        if (self.unit == "user") != (counts is not None):
+            raise ValueError("the statistics of users need batches of whole users")
         with self.running() as root, evaluation_mode(root), torch.no_grad():
             self._released.clear()
             self.written.clear()
@@ -244,7 +275,7 @@ class PrivateKeeper(ModelKeeper):
                 radius = default_bound(layer.num_features) if bound is None else bound
                 # A fresh seed: with a fixed one, a sample more would shift the others' augmentation.
                 with isolated_randomness(fresh_seed()), untouched_buffers(root):
-                    total = layer_sum(root, layer, batches, radius)
+                    total = layer_sum(root, layer, batches, radius, counts)
                 std = self._noise(noise_multiplier, radius)
                 released = total / self.normaliser + noise.normal(total, std)
                 self._released.append((layer, *layer.write_statistics(*statistics_from(released))))

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 from opacus_bc.mechanism.types import State
@@ -28,16 +29,37 @@ class NoFreshBatchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """One batch as handed to the user's loop: a mini-set, a batch of single samples, or a chunk of either."""
+    """One batch as handed to the user's loop: a mini-set, a batch of units, or a chunk of either."""
 
     serial: int  # of the draw it belongs to; never used twice
     pass_index: int  # each iter(loader) starts a pass
-    size: int  # samples in this batch
-    set_size: int  # samples in its mini-set or batch
+    size: int  # rows of this batch: its samples, each as often as it has views
+    set_size: int  # rows of its mini-set or batch
     ends_set: bool  # whether it completes the mini-set or batch
     ends_draw: bool
     placeholder: bool  # nothing was drawn that could be delivered; this batch's gradient is discarded
     share: float = 1.0  # of the mini-set, where several processes work on one together
+    counts: tuple[int, ...] | None = None  # rows of each unit, one after the other; None: every row is one
+
+    @property
+    def units(self) -> int:
+        """How many units of individual clipping are in this batch."""
+        return self.size if self.counts is None else len(self.counts)
+
+
+def cut_at_units(counts: tuple[int, ...], start: int, size: int) -> tuple[int, ...]:
+    """The counts of the units in ``size`` rows from ``start`` on.
+
+    Raises:
+        RuntimeError: A unit has rows on both sides of a cut: it would be clipped twice and move 2C.
+    """
+    ends = [0, *accumulate(counts)]
+    if start not in ends or start + size not in ends:
+        raise RuntimeError(
+            "a chunk of this batch would cut a user's or a sample's rows in two, which are clipped as one "
+            "vector: use opacus_bc.BatchMemoryManager (same arguments) instead of Opacus's"
+        )
+    return counts[ends.index(start) : ends.index(start + size)]
 
 
 class Listener(Protocol):
@@ -169,6 +191,7 @@ class DrawLedger:
             return
         ends_set, self._chunk_ends_set = self._chunk_ends_set, None
         whole = self._planned[0]
+        counts = whole.counts and cut_at_units(whole.counts, self._chunked_so_far, size)
         self._chunked_so_far += size
         if ends_set:
             self._planned.popleft()
@@ -178,7 +201,8 @@ class DrawLedger:
                     f"{whole.set_size}: start again with iter(loader)"
                 )
             self._chunked_so_far = 0
-        self._deliver(replace(whole, size=size, ends_set=ends_set, ends_draw=whole.ends_draw and ends_set))
+        ends_draw = whole.ends_draw and ends_set
+        self._deliver(replace(whole, size=size, counts=counts, ends_set=ends_set, ends_draw=ends_draw))
 
     def _deliver(self, delivery: Delivery) -> None:
         if (listener := self._listener()) is not None:

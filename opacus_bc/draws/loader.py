@@ -19,10 +19,19 @@ from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from opacus_bc._opacus import DPDataLoader, StockBatchMemoryManager
 from opacus_bc.draws.ledger import CHUNKS_OVER_RANKS, Delivery, DrawLedger
 from opacus_bc.draws.plan import SamplingPlan
-from opacus_bc.draws.sources import Draw, DrawSource, Part, whole_batch, whole_draw
+from opacus_bc.draws.sources import (
+    Draw,
+    DrawSource,
+    Part,
+    every_mini_set,
+    whole_batch,
+    whole_draw,
+    whole_units,
+)
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import Loader
 
+Counts = tuple[int, ...] | None
 _END = object()
 
 
@@ -43,7 +52,8 @@ class DrawSampler(BatchSampler):
 
     def __len__(self) -> int:
         plan = self.draws.plan
-        chunks = 1 if self.max_size is None else math.ceil(plan.mini_set_size / self.max_size)
+        rows = plan.mini_set_size * (plan.rows_of_unit if plan.individual else 1)
+        chunks = 1 if self.max_size is None else math.ceil(rows / self.max_size)
         return plan.steps_per_epoch * plan.mini_sets * chunks
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -60,8 +70,8 @@ class DrawSampler(BatchSampler):
             serial = self.ledger.next_serial()
             part = self.part(draw)
             for j, mini_set in enumerate(part.mini_sets):
-                chunks = self._chunks(mini_set)
-                for c, chunk in enumerate(chunks):
+                chunks = self._chunks(mini_set, part.counts)
+                for c, (chunk, counts) in enumerate(chunks):
                     ends_set = c == len(chunks) - 1
                     self.ledger.plan(
                         Delivery(
@@ -73,15 +83,38 @@ class DrawSampler(BatchSampler):
                             ends_draw=ends_set and j == len(part.mini_sets) - 1,
                             placeholder=part.placeholder,
                             share=part.shares[j],
+                            counts=counts,
                         )
                     )
                     yield chunk
 
-    def _chunks(self, mini_set: list[int]) -> list[list[int]]:
+    def _chunks(self, mini_set: list[int], counts: Counts) -> list[tuple[list[int], Counts]]:
         if self.max_size is None or len(mini_set) <= self.max_size:
-            return [mini_set]
+            return [(mini_set, counts)]
+        if counts is not None:
+            return chunks_of_units(mini_set, counts, self.max_size)
         parts = np.array_split(np.asarray(mini_set), math.ceil(len(mini_set) / self.max_size))
-        return [part.tolist() for part in parts]
+        return [(part.tolist(), None) for part in parts]
+
+
+def chunks_of_units(
+    rows: list[int], counts: tuple[int, ...], most: int
+) -> list[tuple[list[int], tuple[int, ...] | None]]:
+    """Chunks of at most ``most`` rows that hold whole units.
+
+    **Formal guarantee**: every unit is in exactly one chunk, so it is clipped once.
+
+    >>> chunks_of_units([7, 7, 8, 8, 9, 9], (2, 2, 2), 5)
+    [([7, 7, 8, 8], (2, 2)), ([9, 9], (2,))]
+    """
+    chunks: list[tuple[list[int], tuple[int, ...] | None]] = []
+    start = first = held = 0
+    for unit, count in enumerate(counts):
+        if held + count > most and held:
+            chunks.append((rows[start : start + held], counts[first:unit]))
+            start, first, held = start + held, unit, 0
+        held += count
+    return [*chunks, (rows[start:], counts[first:])]
 
 
 class _AnnouncedCollate:
@@ -175,10 +208,20 @@ class PrivateDataLoader(DPDataLoader):  # type: ignore[misc]  # Opacus is untype
             yield batch
 
     def with_max_physical_batch_size(self, size: int) -> PrivateDataLoader:
-        """The same draws, delivered in chunks of at most ``size`` samples; not where ranks share them."""
-        if self.part not in (whole_draw, whole_batch):
+        """The same draws, delivered in chunks of at most ``size`` samples; not where ranks share them.
+
+        Chunks of units that are clipped one by one hold whole units, so ``size`` must be that of a unit.
+        """
+        if self.part not in (whole_draw, every_mini_set, whole_batch, whole_units):
             raise ValueError(CHUNKS_OVER_RANKS)
         check_count("max_physical_batch_size", size)
+        plan = self.plan
+        if plan.individual and size < plan.rows_of_unit:
+            raise ValueError(
+                f"max_physical_batch_size={size} is less than the {plan.rows_of_unit} rows of one "
+                f"{plan.protected} (mini_batch_size times views), which are clipped as one vector: take at "
+                f"least {plan.rows_of_unit}"
+            )
         return PrivateDataLoader(
             self, draws=self.draws, ledger=self.ledger, max_physical_batch_size=size, part=self.part
         )

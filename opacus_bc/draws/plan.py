@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
-from opacus_bc.mechanism.names import SAMPLINGS, Adjacency, Sampling, Unit, adjacency_of
+from opacus_bc.draws.units import UserIndex
+from opacus_bc.mechanism.names import (
+    SAMPLINGS,
+    Adjacency,
+    Sampling,
+    Unit,
+    adjacency_of,
+    event_kind,
+    neighbours,
+)
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import Loader
 from opacus_bc.mechanism.warn import users_level
@@ -22,21 +32,54 @@ class SamplingPlan:
     """What the accountant may assume about the draws: public constants, fixed before training."""
 
     kind: Sampling
-    dataset_size: int  # N
-    steps_per_epoch: int  # the length of the user's loader
-    mini_sets: int  # k, delivered one by one in a step; 1 for individual clipping: one batch of samples
-    mini_set_size: int  # s, the (expected) number of samples in a mini-set or batch
-    unit: Unit = "mini-set"  # what is clipped by itself: a mini-set or (individual clipping) a sample
+    dataset_size: int  # N, the number of samples, or of users where users are protected
+    steps_per_epoch: int  # the length of the user's loader, or what it would be if users were samples
+    mini_sets: int  # k, delivered one by one in a step; 1 for individual clipping: one batch of units
+    mini_set_size: int  # s, the (expected) number of samples in a mini-set, or of units in a batch
+    unit: Unit = "mini-set"  # what is clipped by itself: a mini-set, a user or (individual clipping) a sample
+    individual: bool = False  # whether a draw is one batch, in which the units are clipped one by one
+    views: int = 1  # how often a drawn sample is delivered; the mean of its views is clipped
+    cap: int = 1  # the most samples of one user in a draw
 
     @property
     def sample_rate(self) -> float:
-        """Q, the probability with which a given sample (or its mini-set) takes part in a step."""
+        """Q, the probability with which a given sample, mini-set or user takes part in a step."""
         return 1.0 / self.steps_per_epoch
 
     @property
     def clipped_together(self) -> int:
-        """Samples whose gradients are clipped as one vector (in expectation)."""
-        return 1 if self.unit == "sample" else self.mini_set_size
+        """Samples whose gradients are clipped as one vector (in expectation; of a user, at most)."""
+        return {"sample": 1, "user": self.cap, "mini-set": self.mini_set_size}[self.unit]
+
+    @property
+    def rows_of_unit(self) -> int:
+        """The most rows of a batch that individual clipping clips as one vector."""
+        return self.cap * self.views
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors a step clips (in expectation)."""
+        return self.mini_set_size if self.individual else self.mini_sets
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a draw may consist of several mini-sets, so that nothing may be shared between them."""
+        return self.mini_sets > 1 or self.unit == "user"
+
+    @property
+    def event(self) -> str:
+        """What an accountant calls the sampling."""
+        return event_kind(self.kind, self.unit)
+
+    @property
+    def neighbours(self) -> str:
+        """The adjacency with the name of who is protected."""
+        return neighbours(self.adjacency, self.unit)
+
+    @property
+    def protected(self) -> str:
+        """One of those whom the guarantee is about."""
+        return "user" if self.unit == "user" else "sample"
 
     @property
     def adjacency(self) -> Adjacency:
@@ -143,7 +186,46 @@ def make_plan(data_loader: Loader, *, sampling: Sampling, mini_batch_size: int |
     )
 
 
-def individual_plan(data_loader: Loader, *, sampling: Sampling) -> SamplingPlan:
+def users_plan(
+    data_loader: Loader, users: UserIndex, *, sampling: Sampling, cap: int, individual: bool, views: int = 1
+) -> SamplingPlan:
+    """The public constants where users are protected: the loader's ``batch_size`` counts users.
+
+    A step has ``U // ceil(U / batch_size)`` users (in expectation), so that nobody is drawn more often than
+    the sample rate says, also where their number is fixed.
+
+    Args:
+        data_loader: The user's loader.
+        users: Whose samples are which.
+        sampling: How users are drawn.
+        cap: The most samples of a user in a step.
+        individual: Whether all users of a draw come in one batch.
+        views: How often each of the samples is delivered.
+    """
+    check_loader(data_loader)
+    batch_size = data_loader.batch_size
+    assert batch_size is not None  # check_loader has seen to it
+    if batch_size > users.users:
+        raise ValueError(
+            f"data_loader has batch_size={batch_size}, which with unit= counts users, and there are "
+            f"{users.users} of them: take a smaller one"
+        )
+    steps = math.ceil(users.users / batch_size)
+    drawn = users.users // steps
+    return SamplingPlan(
+        kind=sampling,
+        unit="user",
+        dataset_size=users.users,
+        steps_per_epoch=steps,
+        mini_sets=1 if individual else drawn,
+        mini_set_size=drawn if individual else cap,
+        individual=individual,
+        views=views,
+        cap=cap,
+    )
+
+
+def individual_plan(data_loader: Loader, *, sampling: Sampling, views: int = 1) -> SamplingPlan:
     """The public constants of individual clipping, where a draw is one batch of single samples."""
     if sampling == "partition":
         raise ValueError("sampling='partition' goes with clipping='batch', where mini-sets are clipped")
@@ -152,6 +234,8 @@ def individual_plan(data_loader: Loader, *, sampling: Sampling) -> SamplingPlan:
     return SamplingPlan(
         kind=sampling,
         unit="sample",
+        individual=True,
+        views=views,
         dataset_size=size,
         steps_per_epoch=steps,
         mini_sets=1,

@@ -12,9 +12,11 @@ from torch import nn, optim
 
 from opacus_bc._opacus import AbstractGradSampleModule
 from opacus_bc.alc.choice import make_rule, trainable
+from opacus_bc.batch_norm.choices import needs_several_samples
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
-from opacus_bc.draws.sources import make_draws
+from opacus_bc.draws.plan import SMALLEST_MINI_SET
+from opacus_bc.draws.sources import draws_of_users, make_draws
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.release import check_private_rows
@@ -46,15 +48,23 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
         raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
     ranks, sharding = _processes(request, policy)
     if ranks is not None:
-        public = (plan, request.noise_multiplier, clip_bound, request.loss_reduction)
+        public = (plan, request.noise_multiplier, clip_bound, request.loss_reduction, request.owners)
         ranks.check_same("make_private's arguments", *public)
     generator, noise_source = streams(request, ranks, sharding, noise)
     wrapper = data_parallel(request.module)
-    whole = wrapper is not None and plan.mini_sets > 1
-    part = part_for(ranks, whole=whole, joint=joint_statistics(plain))
-    loader = PrivateDataLoader(data_loader, draws=make_draws(plan, data_loader, generator), part=part)
+    whole = wrapper is not None and plan.one_by_one
+    alone = request.users is not None and not needs_several_samples(plain, policy.name)
+    smallest = 1 if alone else SMALLEST_MINI_SET
+    part = part_for(ranks, whole=whole, joint=joint_statistics(plain), smallest=smallest)
+    if request.users is None:
+        draws = make_draws(plan, data_loader, generator)
+    else:
+        draws = draws_of_users(plan, request.users, generator)
+    loader = PrivateDataLoader(data_loader, draws=draws, part=part)
     trained = dict(trainable(plain, optimizer)).values()
-    policy.install(undo, trained=trained, normaliser=plan.dataset_size, adjacency=plan.adjacency)
+    policy.install(
+        undo, trained=trained, normaliser=plan.dataset_size, adjacency=plan.adjacency, unit=plan.unit
+    )
     if policy.name == "private":
         check_private_rows(plain, data_loader)
     mean = request.loss_reduction == "mean"
@@ -82,11 +92,12 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
         reduction=reduction,
     )
     private.booking = Booking(accountant, plan)
-    logger.info(
-        "clipping='batch': at equal C and noise_multiplier an update carries %g times the noise of "
-        "individual clipping's",
-        noise_against_individual_clipping(plan.mini_set_size, adjacency=plan.adjacency),
-    )
+    if plan.unit == "mini-set":
+        logger.info(
+            "clipping='batch': at equal C and noise_multiplier an update carries %g times the noise of "
+            "individual clipping's",
+            noise_against_individual_clipping(plan.mini_set_size, adjacency=plan.adjacency),
+        )
     return Run(
         policy=policy,
         wrapper=request.module,
@@ -94,6 +105,7 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
         loader=loader,
         data_loader=data_loader,
         plan=plan,
+        users=request.users,
         clipping="batch",
         alc_loader=None if config is None else config.public_loader,
         ranks=ranks,
@@ -107,7 +119,7 @@ def _processes(request: Request, policy: BatchNormPolicy) -> tuple[Ranks | None,
     wrapper = data_parallel(request.module)
     if wrapper is not None:
         plan = request.plan
-        check_data_parallel(wrapper, sampling=plan.kind, policy=policy.name, mini_sets=plan.mini_sets)
+        check_data_parallel(wrapper, sampling=plan.kind, policy=policy.name, one_by_one=plan.one_by_one)
         return ranks_of(wrapper), None
     plain = bare(request.module)
     if not fully_sharded(plain):

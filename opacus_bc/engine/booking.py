@@ -7,7 +7,7 @@ from typing import Any
 
 from opacus_bc.draws.plan import SamplingPlan
 from opacus_bc.engine.limit import BudgetSpentError, Limit
-from opacus_bc.mechanism.names import Adjacency, Sampling
+from opacus_bc.mechanism.names import Sampling
 from opacus_bc.optimizers.private import PrivateOptimizer
 
 
@@ -35,7 +35,7 @@ class Booking:
         return self.limit is None or self.limit.covers(
             noise_multiplier=optimizer.effective_noise_multiplier,
             sample_rate=self.plan.sample_rate,
-            sampling=self.plan.kind,
+            sampling=self.plan.event,
             new_pass=self._mark(optimizer.ledger.pass_index) != self._last,
         )
 
@@ -55,7 +55,7 @@ class Booking:
         pass_index = optimizer.ledger.pass_index
         extra: dict[str, Any] = {}
         if self.accountant.mechanism() == "fdp":
-            extra = {"sampling": self.plan.kind, "new_pass": self._mark(pass_index) != self._last}
+            extra = {"sampling": self.plan.event, "new_pass": self._mark(pass_index) != self._last}
         self.accountant.step(
             noise_multiplier=optimizer.effective_noise_multiplier, sample_rate=self.plan.sample_rate, **extra
         )
@@ -87,7 +87,27 @@ def check_booked(accountant: Any, optimizers: Iterable[PrivateOptimizer]) -> Non
         )
 
 
-def book_release(accountant: Any, *, noise_multiplier: float, adjacency: Adjacency) -> None:
+def check_protected(accountant: Any, plan: SamplingPlan, others: Iterable[SamplingPlan]) -> None:
+    """Refuse to account users and samples together: the sum would be about neither.
+
+    Args:
+        accountant: What was booked already.
+        plan: What is to be booked.
+        others: What else this engine books.
+    """
+    booked = accountant.adjacency if accountant.mechanism() == "fdp" else None
+    known = {other.neighbours for other in others if other.protected != plan.protected}
+    if booked is not None and booked.endswith("user") != (plan.protected == "user"):
+        known.add(booked)
+    if known:
+        raise ValueError(
+            f"this run protects {plan.protected}s ({plan.neighbours}), and what this engine has accounted "
+            f"already is about other neighbours ({sorted(known)[0]}): no epsilon holds for both. Use a new "
+            "PrivacyEngine"
+        )
+
+
+def book_release(accountant: Any, *, noise_multiplier: float, adjacency: str) -> None:
     """Book a one-off Gaussian release of all the data."""
     if accountant.mechanism() == "fdp":
         accountant.release(noise_multiplier=noise_multiplier, adjacency=adjacency)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Any
-
-from torch.utils.data import DataLoader
 
 from opacus_bc import accounting
 from opacus_bc._opacus import get_noise_multiplier
+from opacus_bc.draws.plan import SamplingPlan
 from opacus_bc.mechanism.names import Sampling
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.warn import users_level
@@ -39,12 +38,13 @@ def effective_multiplier(
     return float(get_noise_multiplier(**budget, **length, accountant=mechanism))
 
 
-def warn_of_large_delta(delta: float, loaders: Sequence[DataLoader[Any]], name: str = "delta") -> None:
-    """Warn of a delta that allows to publish a sample: giving away one of N at random is (0, 1/N)-DP."""
-    sizes = [len(loader.dataset) for loader in loaders if isinstance(loader.dataset, Sized)]
-    if sizes and delta < 1 <= delta * max(sizes):  # what is no probability is refused elsewhere
+def warn_of_large_delta(delta: float, plans: Sequence[SamplingPlan], name: str = "delta") -> None:
+    """Warn of a delta that allows to publish one of N whole: giving one away at random is (0, 1/N)-DP."""
+    size, who = max(((plan.dataset_size, plan.protected) for plan in plans), default=(0, "sample"))
+    if delta < 1 <= delta * size:  # what is no probability is refused elsewhere
+        what = "a random sample" if who == "sample" else "all samples of a random user"
         warnings.warn(
-            f"{name}={delta:g} is no less than 1/{max(sizes)}: publishing a random sample of {max(sizes)} as "
-            f"it is would be allowed too; take a much smaller one, e.g. {0.1 / max(sizes):.0e}",
+            f"{name}={delta:g} is no less than 1/{size}: publishing {what} of {size} as it is would be "
+            f"allowed too; take a much smaller one, e.g. {0.1 / size:.0e}",
             stacklevel=users_level(),
         )

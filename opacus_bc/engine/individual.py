@@ -17,7 +17,15 @@ from opacus_bc._opacus import DPDataLoader, StockPrivacyEngine, get_optimizer_cl
 from opacus_bc.alc.choice import make_rule, trainable
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
-from opacus_bc.draws.sources import DrawSource, PoissonBins, WholeBatches, whole_batch
+from opacus_bc.draws.sources import (
+    DrawSource,
+    PoissonBins,
+    WholeBatches,
+    draws_of_users,
+    whole_batch,
+    whole_units,
+    with_views,
+)
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
 from opacus_bc.engine.losses import warn_of_weighted_mean
@@ -57,6 +65,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     given = {name: getattr(request, name) for name in Request.__dataclass_fields__ if name in stock}
     given["criterion"] = nn.CrossEntropyLoss() if request.criterion is None else request.criterion
     given["poisson_sampling"] = request.kind == "poisson"
+    given["grad_sample_mode"] = request.mode
     made = _Build(request, noise, undo).make_private(**given, **request.extra)
     wrapper, optimizer, *criterion, loader = made
     optimizer.booking = Booking(accountant, plan)
@@ -64,7 +73,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
         unwrap(request.module),
         batch_first=request.batch_first,
         paused=partial(without_recording, wrapper),
-        where=wrapper if request.grad_sample_mode == "ew" else None,
+        where=wrapper if request.mode == "ew" else None,
     )
     guests: tuple[Guest, ...] = (SortedSequences(request.module), outsiders, probe)
     if not request.distributed:
@@ -77,6 +86,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
         data_loader=request.data_loader,
         plan=plan,
         clipping=request.clipping,
+        users=request.users,
         criterion=criterion[0] if criterion else None,
         alc_loader=None if request.config is None else request.config.public_loader,
         guests=guests,
@@ -129,6 +139,11 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
                 draws = PoissonBins(plan, sampling_generator(secure=secure))
             else:
                 draws = WholeBatches(plan, opacus.batch_sampler)
+        if self.request.several_rows:
+            part, draws = whole_units, with_views(draws)
+        if self.request.users is not None:
+            generator = sampling_generator(secure=secure, generator=given)
+            draws = draws_of_users(plan, self.request.users, generator)
         self.loader = PrivateDataLoader(opacus, draws=draws, part=part)
         return self.loader
 
@@ -140,6 +155,8 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
         assert loader is not None  # Opacus prepares the loader first
         bounds, clip_bound = clip_bounds(request)
         plan, criterion, hooks = request.plan, request.criterion, self.wrapper
+        if request.users is not None:  # Opacus has divided the number of samples by that of its batches
+            expected_batch_size = plan.vectors
         common: dict[str, Any] = {
             "noise_multiplier": request.noise_multiplier,
             "max_grad_norm": request.max_grad_norm,
@@ -156,7 +173,7 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
             common["noise"] = self.noise or TorchNoise(request.noise_generator)
             common["max_grad_norm"] = clip_bound
             return IndividualClippingOptimizer(optimizer, **common)
-        kind = GUARDED[get_optimizer_class(request.clipping, distributed, request.grad_sample_mode)]
+        kind = GUARDED[get_optimizer_class(request.clipping, distributed, request.mode)]
         if issubclass(kind, GhostOptimizer):
             common["hooks"] = hooks
         if request.noise_generator is None and kind is GhostOptimizer:
@@ -186,7 +203,7 @@ def _policy(request: Request) -> BatchNormPolicy:
         refresh_every=request.batch_norm_refresh,
         trained=request.held,
     )
-    mode = request.grad_sample_mode
+    mode = request.mode
     if policy.layers and (mode not in ("hooks", "ghost") or not request.batch_first):
         raise ValueError(
             f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
@@ -201,12 +218,12 @@ def _policy(request: Request) -> BatchNormPolicy:
 
 
 def _check_secure(request: Request, noise: SecureNoise | None) -> None:
-    ghost = request.grad_sample_mode == "ghost" and not request.distributed
+    ghost = request.mode == "ghost" and not request.distributed
     if noise is None or request.own_arithmetic or ghost:
         return
     raise ValueError(
         f"secure_mode=True does not go with clipping={request.clipping!r} and "
-        f"grad_sample_mode={request.grad_sample_mode!r} for a {type(request.module).__name__}: there "
+        f"grad_sample_mode={request.mode!r} for a {type(request.module).__name__}: there "
         "Opacus's optimizer draws its noise itself, from torch generators, none of which is cryptographic. "
         "Use 'flat' or 'per_layer' with per-sample gradients, ghost clipping in one process, or "
         "clipping='batch'"

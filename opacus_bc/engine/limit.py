@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opacus_bc.mechanism.names import Adjacency, Sampling
+from opacus_bc.accounting.events import base_kind
 from opacus_bc.mechanism.numbers import check_positive
 
 _MOST_STEPS = 10**8
@@ -34,7 +34,7 @@ class Limit:
         *,
         epsilon: float,
         delta: float,
-        reserved: Callable[[], tuple[tuple[float, Adjacency], ...]],
+        reserved: Callable[[], tuple[tuple[float, str], ...]],
     ) -> None:
         self.accountant = accountant
         self.epsilon, self.delta = check_positive("epsilon", epsilon), check_positive("delta", delta)
@@ -43,13 +43,11 @@ class Limit:
         self.reserved = reserved
         self._known: tuple[Any, int] | None = None  # how many steps of one kind fit behind a history
 
-    def covers(
-        self, *, noise_multiplier: float, sample_rate: float, sampling: Sampling, new_pass: bool
-    ) -> bool:
+    def covers(self, *, noise_multiplier: float, sample_rate: float, sampling: str, new_pass: bool) -> bool:
         """Whether one more step fits."""
         if noise_multiplier == 0:
             return False
-        if sampling == "shuffle":
+        if base_kind(sampling) == "shuffle":
             trial = self._copy(self.accountant.history)
             trial.step(
                 noise_multiplier=noise_multiplier,

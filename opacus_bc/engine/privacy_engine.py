@@ -19,7 +19,7 @@ from opacus_bc.batch_norm.choices import UnprotectedStatisticsError, keeps_stati
 from opacus_bc.engine import statement as st
 from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.book_keeping import build_book_keeping
-from opacus_bc.engine.booking import check_accountant, check_booked
+from opacus_bc.engine.booking import check_accountant, check_booked, check_protected
 from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
 from opacus_bc.engine.individual import build_individual
 from opacus_bc.engine.limit import Limit
@@ -98,7 +98,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         poisson_sampling: bool = True,
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "hooks",
+        grad_sample_mode: str | None = None,
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         mini_batch_size: int | None = None,
@@ -107,9 +107,11 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         batch_norm_refresh: int = 1,
         alc: ALC | DataLoader[Any] | None = None,
         compare_public: bool = True,
+        unit: Any = None,
+        views: int = 1,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Make a training set-up private; arguments as in Opacus, and six more.
+        """Make a training set-up private; arguments as in Opacus, and eight more.
 
         **Formal guarantee**: if it raises, module, optimizer, accountant and data loader are what they were.
 
@@ -130,11 +132,16 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 ``"per_layer"`` it also means Opacus's own arithmetic, bit for bit.
             grad_sample_mode: Opacus's ``"hooks"``, ``"ghost"``, ``"ew"`` and ``"functorch"``, or ``"bk"``:
                 every sample's gradient is clipped in one ordinary backward, at little more than SGD's price,
-                and the module comes back unwrapped. Batch clipping needs no per-sample gradients.
+                and the module comes back unwrapped. None, the default, is ``"bk"`` for ``"flat"`` and
+                ``"per_layer"`` where ``batch_norm=`` or ``alc=`` answers for BatchNorm in the model, and
+                ``"hooks"`` otherwise, with ``noise_generator=`` (Opacus bit for bit) and for what ``"bk"``
+                cannot do, as far as ``make_private`` can see it. ``"bk"`` takes each layer's norms in the
+                cheaper way; ``"bk-ghost"`` never instantiates a sample's gradient where Gram matrices give
+                its norm, ``"bk-rows"`` always does. Batch clipping needs no per-sample gradients.
             wrap_model: See Opacus.
             rand_on_empty: See Opacus; the gradient of a made-up row is discarded.
             mini_batch_size: s, the samples that are clipped together; None clips the whole batch (BC), a
-                divisor of the batch size gives GBC.
+                divisor of the batch size gives GBC. With ``unit=`` the most samples of one user in a step.
             sampling: ``"poisson"``, ``"partition"``, ``"shuffle"``; None goes by ``poisson_sampling``.
             batch_norm: What happens to BatchNorm's running statistics: a public DataLoader, ``"private"``,
                 ``"batch"``, ``"frozen"`` or ``"unprotected"``; see ``opacus_bc.batch_norm.policy``.
@@ -143,6 +150,11 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 :class:`opacus_bc.ALC`. Its loader also serves BatchNorm if ``batch_norm`` is None.
             compare_public: Whether the contents of public samples are compared with private ones, as far as
                 that is cheap; see ``opacus_bc.public.contents``.
+            unit: Protect users with all their samples: one user id for each sample of the data set, or an
+                :class:`opacus_bc.Units`. The loader's ``batch_size`` then counts users, and a drawn user is
+                one clipped vector. With ``clipping="batch"`` or ``"flat"``.
+            views: With individual clipping: how often a drawn sample is delivered (the data set's transform
+                is random); the mean gradient of its views is clipped.
             **kwargs: What Opacus's adaptive clipping takes; anything else is a TypeError.
 
         Returns:
@@ -162,6 +174,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             run = build(request, self.accountant, self._secure_noise, undo)
             for guest in run.guests:
                 undo.callback(guest.remove)
+            check_protected(self.accountant, run.plan, [earlier.plan for earlier in self._runs])
             _warn_of_idle_policy(request, run)
             self._warn_of_others(run)
             undo.pop_all()
@@ -204,7 +217,8 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         """:meth:`make_private` with the noise multiplier that spends at most the given budget.
 
         The calibration counts the very steps that the accountant will count: ``epochs * len(data_loader)`` at
-        sample rate ``1 / len(data_loader)``, through the same blocks. The other arguments are
+        sample rate ``1 / len(data_loader)`` (with ``unit=`` users are counted, not samples), through the same
+        blocks. The other arguments are
         :meth:`make_private`'s.
 
         Args:
@@ -225,21 +239,22 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         given["max_grad_norm"] = max_grad_norm
         request = Request.of({**given, "noise_multiplier": 1.0})
         check_accountant(self.accountant, request.kind)
-        warn_of_large_delta(target_delta, [data_loader], "target_delta")
+        check_protected(self.accountant, request.plan, [run.plan for run in self._runs])
+        warn_of_large_delta(target_delta, [request.plan], "target_delta")
         effective = effective_multiplier(
             self.accountant.mechanism(),
             epsilon=target_epsilon,
             delta=target_delta,
-            steps_per_epoch=len(data_loader),
+            steps_per_epoch=request.plan.steps_per_epoch,
             epochs=epochs,
             sampling=request.kind,
             releases=reserved_releases(self.accountant, bare(module), request.policy),
-            stock=not request.batch and request.config is None,
+            stock=not request.batch and request.config is None and request.users is None,
         )
         params, adjacency = trainable(bare(module), request.inner_optimizer), request.plan.adjacency
-        share = effective_per_multiplier(request.config, params, unit=request.unit, adjacency=adjacency)
+        share = effective_per_multiplier(request.config, params, unit=request.clipped, adjacency=adjacency)
         result = self.make_private(**given, noise_multiplier=effective / share)
-        self._runs[-1].optimizer.licence.planned_steps = epochs * len(data_loader)
+        self._runs[-1].optimizer.licence.planned_steps = epochs * request.plan.steps_per_epoch
         return result
 
     def stop_at(self, epsilon: float, delta: float) -> None:
@@ -259,7 +274,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             epsilon: The most that may be spent.
             delta: At which delta.
         """
-        warn_of_large_delta(delta, [run.data_loader for run in self._runs])
+        warn_of_large_delta(delta, [run.plan for run in self._runs])
         limit = Limit(self.accountant, epsilon=epsilon, delta=delta, reserved=self._reserved)
         if self.accountant.history and self.get_epsilon(delta, allow_unprotected=True) > epsilon:
             raise ValueError(
@@ -284,7 +299,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             UnprotectedStatisticsError: Running statistics leak.
         """
         self._check_protected(allow_unprotected)
-        warn_of_large_delta(delta, [run.data_loader for run in self._runs])
+        warn_of_large_delta(delta, [run.plan for run in self._runs])
         if any(entry[0] == 0 for entry in self.accountant.history):
             return math.inf
         return float(super().get_epsilon(delta))

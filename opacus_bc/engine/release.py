@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
@@ -20,9 +21,11 @@ from opacus_bc.batch_norm.private import (
     execution_order,
     release_multiplier,
 )
+from opacus_bc.draws.sources import rows_of_user
+from opacus_bc.draws.units import UserIndex
 from opacus_bc.engine.booking import book_release
 from opacus_bc.engine.run import Run
-from opacus_bc.mechanism.names import Adjacency
+from opacus_bc.mechanism.randomness import sampling_generator
 from opacus_bc.parallel.wrappers import unwrap
 from opacus_bc.public.row_tests import row_count
 
@@ -40,15 +43,23 @@ def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bo
     if policy.finished:
         raise RuntimeError("this model was finalized: its statistics are released already")
     sigma = keeper.config.noise_multiplier if noise_multiplier is None else noise_multiplier
-    loader = in_order(run.data_loader)
+    users = None if run.users is None else UserBatches(run.users, run.plan.cap, run.data_loader)
+    loader = in_order(run.data_loader, users)
     layers = [child for child in policy.layers.values() if isinstance(child, PolicyLayer)]
     ordered = execution_order(policy.root, layers, next(iter(loader)))
     check_rows_apart(policy.root, layers, next(iter(loader)))
     cost = release_multiplier(sigma, max(1, len(ordered)))
     assert run.optimizer.noise is not None  # batch clipping never leaves noise to Opacus
-    book_release(accountant, noise_multiplier=cost, adjacency=keeper.adjacency)
+    book_release(accountant, noise_multiplier=cost, adjacency=keeper.neighbours)
     bound = keeper.config.bound if bound is None else bound
-    keeper.release(ordered, loader, noise=run.optimizer.noise, noise_multiplier=sigma, bound=bound)
+    keeper.release(
+        ordered,
+        loader,
+        noise=run.optimizer.noise,
+        noise_multiplier=sigma,
+        bound=bound,
+        counts=None if users is None else users.counts,
+    )
 
 
 def reserved_releases(accountant: Any, module: nn.Module, batch_norm: Any) -> tuple[float, ...]:
@@ -64,12 +75,12 @@ def reserved_releases(accountant: Any, module: nn.Module, batch_norm: Any) -> tu
     return (release_multiplier(config.noise_multiplier, len(layers)),)
 
 
-def final_release(run: Run) -> tuple[float, Adjacency] | None:
+def final_release(run: Run) -> tuple[float, str] | None:
     """The noise multiplier and adjacency of the release that ``finalize`` will make, if it will make one."""
     keeper, policy = run.policy.keeper, run.policy
     if not isinstance(keeper, PrivateKeeper) or policy.finished:
         return None
-    return release_multiplier(keeper.config.noise_multiplier, max(1, len(policy.layers))), keeper.adjacency
+    return release_multiplier(keeper.config.noise_multiplier, max(1, len(policy.layers))), keeper.neighbours
 
 
 def finished_module(run: Run, accountant: Any) -> nn.Module:
@@ -131,12 +142,43 @@ def _joined(parts: list[Any]) -> Any:
     raise TypeError(f"batch_norm='private' cannot join batches of {kind}: collate into tensors")
 
 
-def in_order(data_loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader's data, every sample exactly once and by itself."""
+class UserBatches:
+    """Batches of whole users, every user once; of a large one so many samples as in a step, chosen anew.
+
+    Attributes:
+        counts: For each batch, how many samples each of its users has.
+    """
+
+    def __init__(self, users: UserIndex, cap: int, data_loader: DataLoader[Any]) -> None:
+        self._users, self._cap = users, cap
+        most = max(cap, data_loader.batch_size or cap)
+        self._members: list[list[int]] = [[]]
+        self.counts: list[tuple[int, ...]] = []
+        held: list[int] = []
+        for user, size in enumerate(np.diff(users.offsets).tolist()):
+            rows = min(size, cap)
+            if sum(held) + rows > most and held:
+                self.counts.append(tuple(held))
+                self._members.append([])
+                held = []
+            held.append(rows)
+            self._members[-1].append(user)
+        self.counts.append(tuple(held))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = sampling_generator(secure=False)
+        for members in self._members:
+            rows = [rows_of_user(self._users, self._cap, 1, generator, user) for user in members]
+            yield [index for own in rows for index in own]
+
+
+def in_order(data_loader: DataLoader[Any], users: UserBatches | None = None) -> DataLoader[Any]:
+    """The loader's data, every sample exactly once and by itself, or every user once."""
     collate = data_loader.collate_fn
+    batches: dict[str, Any] = {"batch_sampler": users}
     return DataLoader(
         data_loader.dataset,
-        batch_size=data_loader.batch_size,
         collate_fn=collate if collate is default_collate else OneByOne(collate),
         num_workers=data_loader.num_workers,
+        **({"batch_size": data_loader.batch_size} if users is None else batches),
     )

@@ -16,22 +16,33 @@ from torch.utils.data import DataLoader
 from opacus_bc._opacus import AbstractGradSampleModule, DPOptimizer, StockPrivacyEngine, get_optimizer_class
 from opacus_bc.alc.choice import check_alc
 from opacus_bc.alc.config import ALC, as_alc
-from opacus_bc.batch_norm.choices import resolve
+from opacus_bc.batch_norm.choices import resolve, statistics_modules
 from opacus_bc.batch_norm.public import PublicStatistics
 from opacus_bc.draws.datasets import check_distinct
 from opacus_bc.draws.loader import PrivateDataLoader
-from opacus_bc.draws.plan import SamplingPlan, check_data_loader, individual_plan, make_plan, resolve_sampling
+from opacus_bc.draws.plan import (
+    SamplingPlan,
+    check_data_loader,
+    check_loader,
+    individual_plan,
+    make_plan,
+    resolve_sampling,
+    users_plan,
+)
+from opacus_bc.draws.units import UserIndex, as_units, check_views
 from opacus_bc.gradients.book_keeping.attached import COMPILED
 from opacus_bc.gradients.layers import check_layers
 from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of
-from opacus_bc.mechanism.numbers import check_positive
+from opacus_bc.mechanism.numbers import check_count, check_positive
 from opacus_bc.optimizers.private import check_optimizer
 from opacus_bc.parallel.shards import fully_sharded, reshard
-from opacus_bc.parallel.wrappers import bare, data_parallel, is_distributed
+from opacus_bc.parallel.wrappers import bare, data_parallel, is_compiled, is_distributed
 from opacus_bc.public.contents import check_contents
 
 CLIPPINGS = ("batch", "flat", "per_layer", "adaptive")
 PER_SAMPLE_MODES = ("bk", "hooks", "ew", "functorch")
+# Whether book-keeping instantiates samples' gradients for their norms; None: where that is cheaper.
+BOOK_KEEPING: Mapping[str | None, bool | None] = {"bk": None, "bk-ghost": False, "bk-rows": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +64,7 @@ class Request:
     poisson_sampling: bool = True
     clipping: str = "flat"
     noise_generator: torch.Generator | None = None
-    grad_sample_mode: str = "hooks"
+    grad_sample_mode: str | None = None
     wrap_model: bool = True
     rand_on_empty: bool = False
     mini_batch_size: int | None = None
@@ -62,6 +73,8 @@ class Request:
     batch_norm_refresh: int = 1
     alc: ALC | DataLoader[Any] | None = None
     compare_public: bool = True
+    unit: Any = None
+    views: int = 1
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -90,9 +103,9 @@ class Request:
                 f"clipping={self.clipping!r} needs per-sample gradients, not supported with fully_shard: "
                 "use clipping='batch', or Opacus's DifferentiallyPrivateDistributedDataParallel"
             )
-        mode = None if self.batch else self.grad_sample_mode
-        check_layers(self.module, grad_sample_mode=mode, trained=self.held)
+        check_layers(self.module, grad_sample_mode=None if self.batch else self.mode, trained=self.held)
         check_optimizer(self.inner_optimizer)
+        self._check_units()
         self._check_keywords()
         self._check_alc()
         self._check_data()
@@ -105,12 +118,47 @@ class Request:
     @property
     def book_keeping(self) -> bool:
         """Whether single samples are clipped in one backward."""
-        return not self.batch and self.grad_sample_mode == "bk"
+        return not self.batch and self.mode == "bk"
 
     @property
-    def unit(self) -> Unit:
+    def instantiate(self) -> bool | None:
+        """Whether book-keeping instantiates samples' gradients for their norms; None: where it is cheaper."""
+        return BOOK_KEEPING.get(self.grad_sample_mode)
+
+    @cached_property
+    def mode(self) -> str:
+        """How per-sample gradients are made, under individual clipping.
+
+        What was given; otherwise in one backward where ``batch_norm=`` or ``alc=`` answers for the model's
+        BatchNorm, which stock Opacus does not train at all, and Opacus's hooks wherever these are promised
+        (``noise_generator=``, ``wrap_model=False``) or book-keeping is not built.
+        """
+        if self.grad_sample_mode is not None:
+            return "bk" if self.grad_sample_mode in BOOK_KEEPING else self.grad_sample_mode
+        hooks_promised = self.noise_generator is not None or not self.wrap_model
+        ours = self.clipping in ("flat", "per_layer") and self.policy is not None and not hooks_promised
+        if not ours or why_not_recorded(self.module) is not None or not self.batch_first:
+            return "hooks"
+        if self.distributed and self.kind == "shuffle":  # each rank's own order, which Opacus alone takes
+            return "hooks"
+        return "bk" if statistics_modules(bare(self.module), individual=True) else "hooks"
+
+    @property
+    def clipped(self) -> Unit:
         """What is clipped by itself."""
+        if self.unit is not None:
+            return "user"
         return "mini-set" if self.batch else "sample"
+
+    @property
+    def several_rows(self) -> bool:
+        """Whether rows of one batch are averaged before they are clipped: those of a user, or of a sample."""
+        return not self.batch and (self.unit is not None or self.views > 1)
+
+    @cached_property
+    def users(self) -> UserIndex | None:
+        """Whose samples are which, if users are protected."""
+        return None if self.unit is None else as_units(self.unit).index(check_loader(self.data_loader))
 
     @property
     def distributed(self) -> bool:
@@ -138,12 +186,26 @@ class Request:
         """ALC's configuration, if it is asked for."""
         return as_alc(self.alc)
 
+    @property
+    def owners(self) -> str | None:
+        """A fingerprint of who owns which samples; processes that train together must agree on it."""
+        return None if self.users is None else self.users.fingerprint()
+
     @cached_property
     def plan(self) -> SamplingPlan:
         """The public constants of the draws."""
+        if self.users is not None and self.mini_batch_size is not None:
+            return users_plan(
+                self.data_loader,
+                self.users,
+                sampling=self.kind,
+                cap=self.mini_batch_size,
+                individual=not self.batch,
+                views=self.views,
+            )
         if self.batch:
             return make_plan(self.data_loader, sampling=self.kind, mini_batch_size=self.mini_batch_size)
-        return individual_plan(self.data_loader, sampling=self.kind)
+        return individual_plan(self.data_loader, sampling=self.kind, views=self.views)
 
     @property
     def policy(self) -> Any:
@@ -160,21 +222,65 @@ class Request:
         """
         if self.clipping in ("batch", "adaptive") or not self._per_sample:
             return False
-        return self.config is not None or self.noise_generator is None or self.book_keeping
+        ours = self.config is not None or self.book_keeping or self.several_rows
+        return ours or self.noise_generator is None
 
     @property
     def _per_sample(self) -> bool:
-        together = not self.distributed or self.grad_sample_mode == "bk"
-        return together and self.grad_sample_mode in PER_SAMPLE_MODES
+        together = not self.distributed or self.mode == "bk"
+        return together and self.mode in PER_SAMPLE_MODES
+
+    def _check_units(self) -> None:
+        """Refuse units that cannot be clipped as one vector, or of which nobody knows who they are."""
+        check_views(self.views)
+        if self.batch and self.views > 1:
+            raise ValueError(
+                f"views={self.views} goes with individual clipping, where the views of a sample are averaged "
+                "and clipped: use clipping='flat', or let the data set return several views as one sample"
+            )
+        if self.unit is not None:
+            self._check_users()
+        if not self.several_rows:
+            return
+        what = "unit=" if self.unit is not None else f"views={self.views}"
+        known = ("flat",) if self.unit is not None else ("flat", "per_layer")
+        if self.clipping not in known:
+            raise ValueError(f"{what} goes with clipping='batch' or 'flat', got {self.clipping!r}")
+        if not self._per_sample:
+            raise ValueError(
+                f"{what} needs per-sample gradients that can be averaged before they are clipped: "
+                f"grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))} in one "
+                f"process, or 'bk' with torch's DistributedDataParallel, got {self.mode!r} for a "
+                f"{type(self.module).__name__}"
+            )
+
+    def _check_users(self) -> None:
+        if self.mini_batch_size is None:
+            raise ValueError(
+                "unit= needs mini_batch_size=, the most samples of one user that a step uses (a larger user "
+                "is represented by a fresh random choice of so many)"
+            )
+        check_count("mini_batch_size", self.mini_batch_size)
+        if self.batch and self.mini_batch_size == 1:
+            raise ValueError(
+                "mini_batch_size=1 with unit= takes one sample of each user, which makes no mini-set: use "
+                "clipping='flat', which clips it in one backward with all others"
+            )
+        if fully_sharded(self.module):
+            raise NotImplementedError(
+                "unit= is not built for fully_shard, which splits a mini-set over the ranks: use "
+                "DistributedDataParallel"
+            )
+        assert self.plan  # names bad ids now
 
     def _check_keywords(self) -> None:
         if not self.batch:
-            if (size := self.mini_batch_size) is not None:
+            if (size := self.mini_batch_size) is not None and self.unit is None:
                 raise ValueError(f"mini_batch_size={size} goes with clipping='batch', got {self.clipping!r}")
             if self.book_keeping:
                 self._check_book_keeping()
                 return
-            stock = get_optimizer_class(self.clipping, self.distributed, self.grad_sample_mode)
+            stock = get_optimizer_class(self.clipping, self.distributed, self.mode)
             _refuse_unknown(set(self.extra) - set(inspect.signature(stock).parameters))
             return
         if self.batch_norm_refresh != 1:
@@ -183,7 +289,7 @@ class Request:
                 "new public statistics; clipping='batch' takes them when they are read: leave it out"
             )
         _refuse_unknown(self.extra)
-        if self.grad_sample_mode != "hooks" or not self.wrap_model:
+        if self.grad_sample_mode not in (None, "hooks") or not self.wrap_model:
             raise ValueError(
                 f"grad_sample_mode={self.grad_sample_mode!r} and wrap_model={self.wrap_model} say how "
                 "per-sample gradients are made; clipping='batch' makes none: leave them out"
@@ -197,15 +303,8 @@ class Request:
             raise ValueError(
                 "grad_sample_mode='bk' needs the samples in the first dimension: batch_first=True"
             )
-        if isinstance(self.module, AbstractGradSampleModule):
-            raise ValueError("module is wrapped for per-sample gradients: pass the plain nn.Module")
-        if self.distributed and data_parallel(self.module) is None:
-            raise ValueError(
-                f"grad_sample_mode='bk' does not support {type(self.module).__name__}: use torch's "
-                "DistributedDataParallel"
-            )
-        if hasattr(self.module, "_orig_mod"):
-            raise ValueError(COMPILED)
+        if (reason := why_not_recorded(self.module)) is not None:
+            raise ValueError(reason)
 
     def _check_alc(self) -> None:
         if self.config is None:
@@ -216,14 +315,19 @@ class Request:
             raise ValueError(
                 "alc= with clipping='flat' needs per-sample gradients in one process (ghost clipping never "
                 f"forms them): grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))}, got "
-                f"{self.grad_sample_mode!r} for a {type(self.module).__name__}"
+                f"{self.mode!r} for a {type(self.module).__name__}"
             )
         if isinstance(self.module, AbstractGradSampleModule):
             raise ValueError("alc= needs the plain nn.Module; this one is wrapped for per-sample gradients")
         module = bare(self.module) if self.batch or self.book_keeping else self.module
         adjacency = adjacency_of(self.kind)
         check_alc(
-            self.config, module, self.inner_optimizer, self.data_loader, unit=self.unit, adjacency=adjacency
+            self.config,
+            module,
+            self.inner_optimizer,
+            self.data_loader,
+            unit=self.clipped,
+            adjacency=adjacency,
         )
 
     def _check_data(self) -> None:
@@ -236,6 +340,18 @@ class Request:
             public.append(config.loader)
         for loader in public if self.compare_public else ():
             check_contents(loader, self.data_loader)
+
+
+def why_not_recorded(module: nn.Module) -> str | None:
+    """Why book-keeping cannot watch this module's forward pass, or None."""
+    if isinstance(module, AbstractGradSampleModule):
+        return "module is wrapped for per-sample gradients: pass the plain nn.Module"
+    if is_distributed(module) and data_parallel(module) is None:
+        return (
+            f"grad_sample_mode='bk' does not support {type(module).__name__}: use torch's "
+            "DistributedDataParallel"
+        )
+    return COMPILED if is_compiled(module) else None
 
 
 def _refuse_unknown(unknown: Iterable[str]) -> None:

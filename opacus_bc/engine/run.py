@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from opacus_bc.batch_norm.policy import BatchNormPolicy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.draws.units import UserIndex
 from opacus_bc.engine.booking import Booking
 from opacus_bc.engine.limit import Limit
 from opacus_bc.optimizers.private import PrivateOptimizer
@@ -38,6 +39,7 @@ class Run:
     plan: SamplingPlan
     clipping: str
     criterion: Any = None  # of ghost clipping
+    users: UserIndex | None = None  # whose samples are which, where users are protected
     alc_loader: DataLoader[Any] | None = None
     ranks: Ranks | None = None  # None: one process
     sharded: bool = False

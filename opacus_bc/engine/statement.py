@@ -29,18 +29,27 @@ _ASSUMPTIONS = (
     "nobody learns the random seeds of noise and sampling",
     "public data, the data set's size and the hyper-parameters are public; hyper-parameters that were tuned "
     "on the private data cost more",
+    "training forwards carry nothing of the private data over to later steps in plain attributes, and "
+    "nothing but the private optimizer moves trained parameters",
 )
+_OF_SAMPLES = ("one person is one sample: several samples of one person are protected as a group",)
 _OF_INDIVIDUAL_CLIPPING = (
     "one row of a batch is one sample, and a sample's loss and its way through the model do not depend on "
     "other samples (rows are counted in every step, forwards are probed in the first ones: evidence, no "
-    "proof; weighted means, ignore_index, contrastive losses and MixUp break it unseen)",
+    "proof; weighted means, ignore_index, contrastive losses, MixUp and padding to a batch's longest sample "
+    "that the model does not mask break it unseen)",
 )
 _OF_PRIVATE_STATISTICS = (
     "in evaluation mode a sample's activations do not depend on other samples (probed before each release of "
     "running statistics: evidence, no proof)",
 )
+_OF_USERS = (
+    "every sample has the id of the one user whom it is about, and the number of users and the most samples "
+    "of a user in a step are public",
+)
 _NOT_COVERED = (
-    "training losses, gradient norms, batch sizes, logs and intermediate quantities other than the weights",
+    "training losses, gradient norms, batch sizes, logs and intermediate quantities other than the weights, "
+    "and pickles of a model between backward and step",
     "validation or early stopping on private data, and constants computed from them (scaling, vocabulary)",
     "the public data, which is not protected at all",
 )
@@ -64,6 +73,7 @@ class RunFacts:
     adjacency: str
     sample_rate: float
     dataset_size: int
+    protects: str  # "sample" or "user": whom dataset_size counts
     batch_norm: str
     protected: bool
     public_data: tuple[PublicDataDescription, ...]
@@ -83,7 +93,7 @@ class Facts:
     step_noise: tuple[float, float] | None  # least and largest sigma_eff: a scheduler may have moved it
     releases: tuple[float, ...]  # sigma_eff of releases besides the steps
     secure_noise: bool
-    assumptions: tuple[str, ...] = _ASSUMPTIONS
+    assumptions: tuple[str, ...] = _ASSUMPTIONS + _OF_SAMPLES
     not_covered: tuple[str, ...] = _NOT_COVERED
 
 
@@ -112,8 +122,9 @@ def facts(engine: Any, runs: Sequence[Run], delta: float) -> Facts:
 
 def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
     found: tuple[str, ...] = _ASSUMPTIONS
-    if any(run.plan.unit == "sample" for run in runs):
+    if any(run.plan.individual for run in runs):
         found += _OF_INDIVIDUAL_CLIPPING
+    found += _OF_USERS if any(run.plan.unit == "user" for run in runs) else _OF_SAMPLES
     if any(run.policy.name == "private" for run in runs):
         found += _OF_PRIVATE_STATISTICS
     return found
@@ -139,24 +150,39 @@ def _run_facts(run: Run) -> RunFacts:
     if run.alc_loader is not None and (not public or run.alc_loader is not policy.public.loader):  # type: ignore[union-attr]  # public data imply a loader
         public.append(describe(run.alc_loader))
     return RunFacts(
-        mechanism=(
-            f"batch clipping of {counted(plan.mini_sets, 'mini-set')} of {_size_text(plan)} a step"
-            if plan.unit == "mini-set"
-            else f"individual clipping ({run.clipping!r})"
-        ),
-        unit="one sample",
+        mechanism=_mechanism(run),
+        unit=unit_text(plan),
         sensitivity=f"{bounds[0]:g}" if len(bounds) == 1 else f"{bounds[0]:g} to {bounds[-1]:g}",
         groups=1 if run.clipping == "per_layer" else len(blocks),
         noise_multiplier=float(optimizer.noise_multiplier),
         effective_noise_multiplier=optimizer.effective_noise_multiplier,
         sampling=plan.kind,
-        adjacency=plan.adjacency,
+        adjacency=plan.neighbours,
         sample_rate=plan.sample_rate,
         dataset_size=plan.dataset_size,
+        protects=plan.protected,
         batch_norm=policy.keeper.describe(),
         protected=policy.protected,
         public_data=tuple(p for p in public if p is not None),
     )
+
+
+def _mechanism(run: Run) -> str:
+    plan = run.plan
+    if plan.unit == "mini-set":
+        return f"batch clipping of {counted(plan.mini_sets, 'mini-set')} of {_size_text(plan)} a step"
+    if plan.unit == "user":
+        vector = "one vector for each drawn user"
+        return f"batch clipping, {vector}" if not plan.individual else f"individual clipping, {vector}"
+    mean = "" if plan.views == 1 else f" of the mean of {plan.views} views of a sample"
+    return f"individual clipping{mean} ({run.clipping!r})"
+
+
+def unit_text(plan: SamplingPlan) -> str:
+    """Who is protected, in words."""
+    if plan.unit == "user":
+        return f"one user with all their samples, at most {plan.cap} per step"
+    return "one sample" if plan.views == 1 else "one sample with all its views"
 
 
 def _size_text(plan: SamplingPlan) -> str:
@@ -190,7 +216,8 @@ def verdict(facts: Facts) -> str:
     if worst > MEANINGLESS_EPSILON:
         return f"no meaningful protection: epsilon = {rounded_up(worst)} bounds nothing of practical use"
     pair = f"({rounded_up(worst)}, {facts.delta:g})"
-    return f"{pair}-differential privacy for the weights of the released model"
+    users = " of users with all their samples" if any(r.protects == "user" for r in facts.runs) else ""
+    return f"{pair}-differential privacy{users} for the weights of the released model"
 
 
 def _sections(facts: Facts) -> list[tuple[str, str]]:
@@ -201,7 +228,8 @@ def _sections(facts: Facts) -> list[tuple[str, str]]:
             "Mechanism": f"{run.mechanism}, Gaussian noise, {counted(run.groups, 'clip group')}",
             "Unit and sensitivity": f"{run.unit} ({run.adjacency}); L2-sensitivity {run.sensitivity}; noise "
             f"multiplier now {run.noise_multiplier:g}, effective {run.effective_noise_multiplier:g}",
-            "Sampling": f"{run.sampling}, rate {run.sample_rate:g}, {run.dataset_size} private samples",
+            "Sampling": f"{run.sampling}, rate {run.sample_rate:g}, {run.dataset_size} private "
+            f"{run.protects}s",
             "BatchNorm": run.batch_norm,
             "Public data": _public_text(run.public_data),
         }

@@ -21,16 +21,19 @@ def sensitivity(clip_bound: float, *, unit: Unit, adjacency: Adjacency) -> float
     """L2-sensitivity of a sum of clipped vectors, one vector for every ``unit``.
 
     **Formal guarantee**: neighbouring data sets, drawn with the same randomness, give sums that differ by at
-    most the returned value. A sample that is a unit of its own only adds or removes a vector of norm <= C
-    (or replaces one by another: 2C). A sample inside a mini-set can turn that mini-set's clipped vector from
-    one side of the ball to the other: 2C under every adjacency, Poisson sampling included.
+    most the returned value. Where the clipped vector *is* what is protected (a sample with its views, a user
+    with all their samples), neighbours differ by one whole vector of norm <= C, whatever it is made of (or by
+    one instead of another: 2C). A sample inside a mini-set can turn that mini-set's clipped vector from one
+    side of the ball to the other: 2C under every adjacency, Poisson sampling included.
 
     >>> sensitivity(0.5, unit="sample", adjacency="add/remove one")
+    0.5
+    >>> sensitivity(0.5, unit="user", adjacency="add/remove one")
     0.5
     >>> sensitivity(0.5, unit="mini-set", adjacency="add/remove one")
     1.0
     """
-    if unit == "sample" and adjacency == "add/remove one":
+    if unit != "mini-set" and adjacency == "add/remove one":
         return clip_bound
     return 2.0 * clip_bound
 

@@ -102,7 +102,7 @@ def sample_clip_coefficients(
 
 
 def coefficients_of_norms(
-    norms: Sequence[Tensor], blocks: Sequence[Block], *, scale: float = 1.0
+    norms: Sequence[Tensor], blocks: Sequence[Block], *, scale: float | Tensor = 1.0
 ) -> tuple[list[Tensor], Tensor]:
     """:func:`clip_coefficients` for each of many samples, from the norms of their gradients.
 
@@ -110,7 +110,8 @@ def coefficients_of_norms(
         norms: For every parameter, in the order of the blocks' names, a norm for each sample, within 2e-6 or
             above.
         blocks: What is clipped together, and to which bounds.
-        scale: What all gradients are multiplied with before they are clipped; the coefficients contain it.
+        scale: What all gradients are multiplied with before they are clipped (a number, or one for each
+            sample); the coefficients contain it.
 
     Returns:
         One vector of coefficients for every tensor (the same within a block), and which samples are finite in
@@ -126,7 +127,7 @@ def coefficients_of_norms(
         start += len(block.names)
         factors = torch.tensor(block.factors, dtype=torch.float64, device=device)
         stacked = torch.stack([each.to(device) for each in part])
-        norm = torch.linalg.vector_norm(stacked.mul_((factors * scale)[:, None]), dim=0)
+        norm = torch.linalg.vector_norm(stacked * (factors[:, None] * scale), dim=0)
         limit = block.clip_bound * (1.0 - _NORM_MARGIN)
         finite &= norm <= limit * _LONGEST  # which NaN is not
         coefficients.append(torch.where(norm > limit, limit / norm, 1.0) * scale)
@@ -138,12 +139,15 @@ def coefficients_of_norms(
 
 def row_norms(samples: Tensor) -> Tensor:
     """L2 norm of every sample in float64, with float32 sums no longer than in :func:`tensor_norms`."""
-    flat = samples.detach().reshape(len(samples), samples[0].numel() if len(samples) else 0)
-    whole = flat.shape[1] // _NORM_ROW * _NORM_ROW
-    norm: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).double()
-    if whole:
-        rows = torch.linalg.vector_norm(flat[:, :whole].reshape(len(flat), -1, _NORM_ROW), dim=2)
-        norm = torch.hypot(norm, torch.linalg.vector_norm(rows.double(), dim=1))
+    rows, entries = len(samples), samples.shape[1:].numel()
+    flat = samples.detach().reshape(rows, entries)
+    if entries <= _NORM_ROW or flat.dtype == torch.float64:
+        short: Tensor = torch.linalg.vector_norm(flat, dim=1)
+        return short.double()
+    pieces = entries // _NORM_ROW
+    rest = torch.linalg.vector_norm(flat[:, pieces * _NORM_ROW :], dim=1)
+    parts = torch.linalg.vector_norm(flat[:, : pieces * _NORM_ROW].reshape(rows, pieces, _NORM_ROW), dim=2)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat((parts, rest[:, None]), 1), dim=1, dtype=torch.float64)
     return norm
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Unit = Literal["sample", "mini-set"]
+# What a clipped vector belongs to. A sample (all its views) and a user (all their samples) are protected as a
+# whole; of a mini-set every single sample is.
+Unit = Literal["sample", "user", "mini-set"]
 Adjacency = Literal["add/remove one", "replace one"]
 Sampling = Literal["poisson", "partition", "shuffle"]
 SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
@@ -17,3 +19,24 @@ def adjacency_of(sampling: Sampling) -> Adjacency:
     ('add/remove one', 'replace one')
     """
     return "add/remove one" if sampling == "poisson" else "replace one"
+
+
+def neighbours(adjacency: Adjacency, unit: Unit) -> str:
+    """The adjacency with the name of who is protected; samples are what is meant where nothing is said.
+
+    >>> neighbours("add/remove one", "user"), neighbours("replace one", "mini-set")
+    ('add/remove one user', 'replace one')
+    """
+    return f"{adjacency} user" if unit == "user" else adjacency
+
+
+OVER_USERS = " over users"
+
+
+def event_kind(name: str, unit: Unit) -> str:
+    """The name of a sampling, or of a release, in an accountant's history.
+
+    >>> event_kind("poisson", "user"), event_kind("poisson", "sample")
+    ('poisson over users', 'poisson')
+    """
+    return name + OVER_USERS if unit == "user" else name

@@ -108,6 +108,10 @@ class TorchNoise:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             tensor.add_(self.normal(tensor, std))
             return
+        if tensor.numel() <= _PIECE:
+            generator = self.stream(tensor.device)
+            tensor.add_(torch.empty_like(tensor).normal_(0.0, std, generator=generator))
+            return
         flat = tensor.view(-1)
         if self._given is not None or flat.numel() < _LARGE:
             _add_in_pieces(flat, std, self.stream(tensor.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from opacus_bc.draws.ledger import Delivery
 from opacus_bc.gradients.book_keeping.book import Book
 from opacus_bc.gradients.book_keeping.products import Entry, Joined, Rows
+from opacus_bc.gradients.book_keeping.units import summable, unit_norms
 from opacus_bc.mechanism.clipping import coefficients_of_norms
+from opacus_bc.mechanism.segments import owners
 from opacus_bc.optimizers.clipped_sum import ClippedSumOptimizer, zeros_for
 from opacus_bc.optimizers.private import OpenDraw
 
+Counts = tuple[int, ...] | None  # rows of each unit; None: every row is one
 _SMALL = 2048  # entries of a parameter up to which calls cost more than arithmetic
 
 
@@ -28,7 +31,8 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
     **Formal guarantee**: one step releases, for every block h, the sum of the samples' clipped vectors plus
     ``N(0, tau_h^2)``, which given the draw is ``G_mu``-DP with ``mu = 1 / effective_noise_multiplier``.
     Proof: norms and sums are those of the same entries, the norms are never too small, and a sample is one
-    row of every entry; so it adds one vector of norm at most C_h to block h.
+    row of every entry; so it adds one vector of norm at most C_h to block h. Where the delivery says that
+    rows make up units (a user, or a sample's views), a unit adds the mean of its rows, clipped once.
 
     **Edge cases**: a sample with a gradient that is not finite in any block counts as zero in all of them; a
     trainable parameter that backward did not reach counts as zero and is noised.
@@ -62,20 +66,29 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
 
     def _accumulate(self, draw: OpenDraw, delivery: Delivery) -> None:
         if not delivery.placeholder:
-            self._clip_and_add(draw, delivery.size)
+            self._clip_and_add(draw, delivery.size, delivery.counts)
         self.before_delivery()
 
     @torch.no_grad()
-    def _clip_and_add(self, draw: OpenDraw, rows: int) -> None:
+    def _clip_and_add(self, draw: OpenDraw, rows: int, counts: Counts) -> None:
         # The mean of the batch's losses has 1/rows of a sample's gradient.
-        scale = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
+        scale: float | Tensor = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
         entries = [self._entry(name, p) for name, p in zip(draw.names, draw.params, strict=True)]
         self._entries = {}
-        coefficients, finite = coefficients_of_norms(_norms(entries, draw, rows), draw.blocks, scale=scale)
+        if counts is not None:  # the mean of a unit's rows is clipped
+            entries = [entry and summable(entry) for entry in entries]
+            scale = scale / torch.tensor(counts, dtype=torch.float64, device=draw.params[0].device)
+        joined = _join_small(entries, draw)
+        norms = _norms(entries, joined, draw, rows, counts)
+        coefficients, finite = coefficients_of_norms(norms, draw.blocks, scale=scale)
+        if counts is not None:  # every row has its unit's
+            owner = owners(counts, finite.device)
+            coefficients, finite = [c[owner] for c in coefficients], finite[owner]
         if not bool(finite.all()):  # zero times infinity is not zero
             entries = [entry and entry.only(finite) for entry in entries]
+            joined = {places: members.only(finite) for places, members in joined.items()}
             coefficients = [c[finite] for c in coefficients]
-        sums = _weighted_sums(entries, draw, coefficients)
+        sums = _weighted_sums(entries, joined, draw, coefficients)
         if draw.clipped_sum is None:
             draw.clipped_sum = sums
         else:
@@ -92,44 +105,61 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
         return None if self.adaptive is None else self.adaptive.frozen.get(name)
 
 
-def _small(entries: Sequence[Entry | None], draw: OpenDraw) -> list[list[int]]:
-    """Places of small instantiated entries that are clipped together as they are, on one device."""
-    found, start = [], 0
+def _join_small(entries: list[Entry | None], draw: OpenDraw) -> dict[tuple[int, ...], Joined]:
+    """Take small instantiated entries that are clipped together as they are, on one device, out of the list.
+
+    Returns:
+        Their places, and what they are side by side.
+    """
+    found: dict[tuple[int, ...], Joined] = {}
+    start = 0
     for block in draw.blocks:
-        places: dict[torch.device, list[int]] = {}
+        small: dict[torch.device, dict[int, Rows]] = {}
         for place, factor in enumerate(block.factors, start):
             entry = entries[place]
             if factor == 1.0 and isinstance(entry, Rows) and draw.params[place].numel() <= _SMALL:
-                places.setdefault(entry.values.device, []).append(place)
-        found += [members for members in places.values() if len(members) > 1]
+                small.setdefault(entry.values.device, {})[place] = entry
+        for members in small.values():
+            if len(members) > 1:
+                found[tuple(members)] = Joined.of(list(members.values()))
+                for place in members:
+                    entries[place] = None
         start += len(block.names)
     return found
 
 
-def _norms(entries: Sequence[Entry | None], draw: OpenDraw, rows: int) -> list[Tensor]:
-    """Every sample's norm of every parameter; those of small ones together stand at the first one's place."""
-    nothing = torch.zeros(rows, dtype=torch.float64, device=draw.params[0].device)
-    joined: dict[int, Tensor] = {}
-    for places in _small(entries, draw):
-        members = [entry for i in places if isinstance(entry := entries[i], Rows)]
-        joined |= dict.fromkeys(places, nothing)
-        joined[places[0]] = Joined.of(members).entry.norms()
-    return [
-        joined[i] if i in joined else nothing if entry is None else entry.norms()
-        for i, entry in enumerate(entries)
-    ]
+def _norms(
+    entries: Sequence[Entry | None],
+    joined: Mapping[tuple[int, ...], Joined],
+    draw: OpenDraw,
+    rows: int,
+    counts: Counts,
+) -> list[Tensor]:
+    """Every unit's norm of every parameter; those of small ones together stand at the first one's place."""
+
+    def norms_of(entry: Entry) -> Tensor:
+        return entry.norms() if counts is None else unit_norms(entry, counts)
+
+    units = rows if counts is None else len(counts)
+    nothing = torch.zeros(units, dtype=torch.float64, device=draw.params[0].device)
+    norms = [nothing if entry is None else norms_of(entry) for entry in entries]
+    for places, members in joined.items():
+        norms[places[0]] = norms_of(members.entry)
+    return norms
 
 
 def _weighted_sums(
-    entries: list[Entry | None], draw: OpenDraw, coefficients: Sequence[Tensor]
+    entries: list[Entry | None],
+    joined: Mapping[tuple[int, ...], Joined],
+    draw: OpenDraw,
+    coefficients: Sequence[Tensor],
 ) -> list[Tensor]:
     """Every parameter's clipped sum; entries are taken out of the list, so that each is free to go."""
     sums: list[Tensor | None] = [None] * len(entries)
-    for places in _small(entries, draw):
-        members = [entry for i in places if isinstance(entry := entries[i], Rows)]
-        weights = coefficients[places[0]].to(members[0].values.device)
-        for i, value in zip(places, Joined.of(members).weighted_sums(weights), strict=True):
-            sums[i], entries[i] = value, None
+    for places, members in joined.items():
+        weights = coefficients[places[0]].to(members.entry.values.device)
+        for i, value in zip(places, members.weighted_sums(weights), strict=True):
+            sums[i] = value
     for i, p in enumerate(draw.params):
         entry, entries[i] = entries[i], None
         if entry is not None:

@@ -118,6 +118,11 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         """How often the weights have moved."""
         return self.licence.steps_taken
 
+    @property
+    def weights_moved(self) -> bool:
+        """Whether the last ``step()`` moved the weights; deliveries that do not end a draw move nothing."""
+        return self.steps_taken > 0 and not self._is_last_step_skipped
+
     # -- numbers that schedulers move -----------------------------------------------------------------------
 
     @property

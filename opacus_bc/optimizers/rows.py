@@ -43,7 +43,8 @@ def _cause(rows: int, samples: int) -> str:
     if rows and samples and rows % samples == 0:
         return (
             f"each sample has {rows // samples} of them (several views or frames of a sample, or tokens "
-            "folded into the batch), and each would be clipped by itself"
+            "folded into the batch), and each would be clipped by itself. make_private(views=...) delivers "
+            "a sample several times and clips the mean"
         )
     return (
         "rows were left out, added or folded on the way (a collate function that filters, a mixture of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from opacus_bc.draws.ledger import Delivery
 from opacus_bc.mechanism.clipping import accumulation_dtype, sample_clip_coefficients
+from opacus_bc.mechanism.segments import segment_means
 from opacus_bc.optimizers.private import OpenDraw, PrivateOptimizer
 from opacus_bc.optimizers.rows import check_rows
 
@@ -49,6 +50,8 @@ class SampleOptimizer(PrivateOptimizer):
     def _accumulate(self, draw: OpenDraw, delivery: Delivery) -> None:
         if delivery.placeholder:
             self._discard_rows()
+        elif delivery.counts is not None:
+            self._average_units(delivery.counts)
         with self._sums_on_parameters(draw):
             self._add_to_sums()
         self.before_delivery()  # nothing of this batch is needed any more
@@ -61,6 +64,12 @@ class SampleOptimizer(PrivateOptimizer):
         for p in self.params:
             for chunk in per_sample_gradients(p):
                 p.grad_sample = chunk[:0]
+
+    def _average_units(self, counts: Sequence[int]) -> None:
+        """Put the mean of each unit's rows in the place of the rows: the vectors that are clipped."""
+        for p in self.params:
+            for chunk in per_sample_gradients(p):
+                p.grad_sample = segment_means(chunk.to(accumulation_dtype(chunk.dtype)), counts)
 
     @contextmanager
     def _sums_on_parameters(self, draw: OpenDraw) -> Iterator[None]:

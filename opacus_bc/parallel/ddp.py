@@ -28,7 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opacus_bc.draws.ledger import Delivery, DrawLedger
 from opacus_bc.draws.plan import SMALLEST_MINI_SET, SamplingPlan
-from opacus_bc.draws.sources import Draw, Part, placeholder, whole_batch, whole_draw
+from opacus_bc.draws.sources import (
+    Draw,
+    Part,
+    every_mini_set,
+    placeholder,
+    whole_batch,
+    whole_draw,
+    whole_units,
+)
 from opacus_bc.parallel.ranks import Agreement, Ranks, Reduction, communicating, weigh_
 
 
@@ -38,7 +46,7 @@ def ranks_of(wrapper: DistributedDataParallel) -> Ranks:
 
 
 def check_data_parallel(
-    wrapper: DistributedDataParallel, *, sampling: str, policy: str, mini_sets: int
+    wrapper: DistributedDataParallel, *, sampling: str, policy: str, one_by_one: bool
 ) -> None:
     """Refuse what no single process would do in the same way, and what is not built; changes nothing."""
     if wrapper._comm_hooks:
@@ -52,10 +60,10 @@ def check_data_parallel(
     for child in wrapper.modules():
         if not isinstance(child, nn.SyncBatchNorm):
             continue
-        if mini_sets > 1:
+        if one_by_one:
             raise ValueError(
                 "SyncBatchNorm shares statistics between mini-sets that are clipped one by one, so a sample "
-                "would move all of them: leave mini_batch_size out, or use BatchNorm"
+                "would move all of them: use BatchNorm, or clip the whole batch (no mini_batch_size, no unit)"
             )
         if dist.get_process_group_ranks(child.process_group or dist.group.WORLD) != together:
             raise ValueError("SyncBatchNorm and DistributedDataParallel must have the same process group")
@@ -92,9 +100,17 @@ def part_of_each_mini_set(draw: Draw, *, rank: int, size: int, joint: bool = Fal
     )
 
 
-def whole_mini_sets(draw: Draw, *, rank: int, size: int) -> Part:
+def whole_mini_sets(draw: Draw, *, rank: int, size: int, smallest: int = SMALLEST_MINI_SET) -> Part:
     """The mini-sets that this rank clips by itself; a placeholder if none of them is deliverable."""
-    return whole_draw(draw[rank::size])
+    return whole_draw(draw[rank::size], smallest)
+
+
+def part_of_units(draw: Draw, *, rank: int, size: int) -> Part:
+    """This rank's units of a draw whose units are clipped one by one.
+
+    **Formal guarantee**: every unit is one rank's, with all its rows; otherwise as :func:`part_of_batch`.
+    """
+    return whole_units(draw[rank::size])
 
 
 def part_of_batch(draw: Draw, *, rank: int, size: int) -> Part:
@@ -108,12 +124,14 @@ def part_of_batch(draw: Draw, *, rank: int, size: int) -> Part:
     return whole_batch([batch[rank::size]])
 
 
-def part_for(ranks: Ranks | None, *, whole: bool, joint: bool) -> Callable[[Draw], Part]:
+def part_for(
+    ranks: Ranks | None, *, whole: bool, joint: bool, smallest: int = SMALLEST_MINI_SET
+) -> Callable[[Draw], Part]:
     """What a process does of a draw: ``whole`` mini-sets, or a part of each (see there for ``joint``)."""
     if ranks is None:
-        return whole_draw
+        return whole_draw if smallest > 1 else every_mini_set
     if whole:
-        return partial(whole_mini_sets, rank=ranks.rank, size=ranks.size)
+        return partial(whole_mini_sets, rank=ranks.rank, size=ranks.size, smallest=smallest)
     return partial(part_of_each_mini_set, rank=ranks.rank, size=ranks.size, joint=joint)
 
 
@@ -207,7 +225,7 @@ def attach(
     wrapper: DistributedDataParallel, ranks: Ranks, ledger: DrawLedger, plan: SamplingPlan, *, mean: bool
 ) -> WeightedReduction | SummedReduction:
     """The reduction that goes with the plan, attached to DDP."""
-    reduction = SummedReduction(ranks) if plan.mini_sets > 1 else WeightedReduction(ranks, ledger, mean=mean)
+    reduction = SummedReduction(ranks) if plan.one_by_one else WeightedReduction(ranks, ledger, mean=mean)
     reduction.attach(wrapper)
     # No private forward writes a buffer, and ranks with different numbers of forwards cannot broadcast any.
     wrapper.broadcast_buffers = False

@@ -44,6 +44,13 @@ def is_distributed(module: nn.Module) -> bool:
     )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` is around the module or any part of it, or ``compile()`` was called on it."""
+    return any(
+        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()
+    )
+
+
 class LateWrapping:
     """Refuses a DistributedDataParallel that comes after ``make_private``: it averages different draws."""
 

@@ -65,11 +65,13 @@ def measure(
     size: int,
     count: int,
     seed: int,
+    views: int = 1,
 ) -> list[dict[str, float]]:
     """Norms on up to ``count`` disjoint mini-sets of ``size`` public samples, in training mode.
 
     **Edge cases**: a public set smaller than ``size`` comes as one mini-set. A mini-set with a norm
-    that is not finite is left out.
+    that is not finite is left out. With ``views`` every sample comes so often, each time as the data set's
+    own transform makes it.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -78,7 +80,8 @@ def measure(
     found = []
     with isolated_randomness(seed, loader), training_mode(module), torch.enable_grad():
         for j in range(max(1, min(count, len(order) // size))):
-            norms = norms_of(order[j * size : (j + 1) * size])
+            chosen = order[j * size : (j + 1) * size]
+            norms = norms_of([index for index in chosen for _ in range(views)])
             if all(map(math.isfinite, norms)):
                 found.append(dict(zip(names, norms, strict=True)))
     return found
@@ -94,6 +97,7 @@ def parameter_norms(
     count: int,
     seed: int,
     frozen: Mapping[str, Tensor] | None = None,
+    views: int = 1,
 ) -> list[dict[str, float]]:
     """Norm of every named parameter's g on each of ``count`` public mini-sets.
 
@@ -117,7 +121,9 @@ def parameter_norms(
         functional_call(_Detour(module, gradient), copies | buffers, (batch_of(loader, indices),))
         return tensor_norms([_masked(copies[f"module.{name}"], (frozen or {}).get(name)) for name in names])
 
-    return measure(module, names, norms_of, loader=loader, size=mini_set_size, count=count, seed=seed)
+    return measure(
+        module, names, norms_of, loader=loader, size=mini_set_size, count=count, seed=seed, views=views
+    )
 
 
 def _masked(parameter: Tensor, mask: Tensor | None) -> Tensor:

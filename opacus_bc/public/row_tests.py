@@ -100,7 +100,7 @@ class Run:
 def first_difference(before: Run, after: Run, rows: Rows, row: int, *, tolerance: float = 0.0) -> str | None:
     """The first layer in which another row than ``row`` differs; None if there is none.
 
-    ``tolerance`` is a share of the largest entry. Runs that went through other layers, or with other shapes,
+    ``tolerance``: see :func:`alike`. Runs that went through other layers, or with other shapes,
     cannot be compared: None.
     """
     names, others = [name for name, _ in before.seen], [name for name, _ in after.seen]
@@ -112,12 +112,30 @@ def first_difference(before: Run, after: Run, rows: Rows, row: int, *, tolerance
         left, right = rows.others(a, row), rows.others(b, row)
         if left is None or right is None:
             continue
-        left, right = left.nan_to_num(), right.nan_to_num()  # what is no number here and there is the same
-        if torch.equal(left, right):
+        if alike(left, right, tolerance):
             continue
-        if tolerance and left.is_floating_point():
-            scale = max(float(left.abs().max()), float(right.abs().max()))
-            if float((left - right).abs().max()) <= tolerance * scale:
-                continue
         return name
     return None
+
+
+def alike(left: Tensor, right: Tensor, tolerance: float = 0.0) -> bool:
+    """Whether two tensors of one shape hold the same numbers.
+
+    An entry that is not finite is like the same infinity, or another NaN, and like nothing else.
+
+    Args:
+        left: The one.
+        right: The other.
+        tolerance: Finite entries may differ by this share of the largest finite one.
+    """
+    same = (left == right) | (left.isnan() & right.isnan())
+    if bool(same.all()):
+        return True
+    if not tolerance or not left.is_floating_point():
+        return False
+    finite = left.isfinite() & right.isfinite()
+    if not bool((same | finite).all()):
+        return False
+    one, two = left[finite], right[finite]
+    scale = max(float(one.abs().max()), float(two.abs().max()))
+    return float((one - two).abs().max()) <= tolerance * scale

@@ -19,12 +19,13 @@ import torch
 import opacus_bc.batch_norm.gradients as norm_gradients
 import opacus_bc.mechanism.blocks as mechanism
 import opacus_bc.mechanism.clipping as clipping
+import opacus_bc.optimizers.book_keeping as book_keeping
 import opacus_bc.optimizers.private as private_optimizer
 from opacus_bc.accounting import FDPAccountant
 from opacus_bc.audit.claims import AuditResult
-from opacus_bc.audit.command import all_audits, second_step
 from opacus_bc.audit.resumed import audit_resumed
-from opacus_bc.audit.toys import PrivateToy, Toy, make_toy
+from opacus_bc.audit.table import all_audits, second_step
+from opacus_bc.audit.toys import PrivateToy, Toy, make_toy, single_round
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
 from opacus_bc.audit.worst_case import audit_worst_case, releases
 from opacus_bc.batch_norm.layers import ConstantStatistics
@@ -33,6 +34,8 @@ from opacus_bc.draws.ledger import NoFreshBatchError
 from opacus_bc.draws.loader import DrawLedger
 from opacus_bc.draws.sources import PoissonBins
 from opacus_bc.gradients import probe
+from opacus_bc.gradients.book_keeping.book import Book
+from opacus_bc.gradients.book_keeping.products import Rows
 from opacus_bc.mechanism.noise import TorchNoise
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
 
@@ -141,17 +144,19 @@ def no_noise_on_empty_batches(patch: Patch) -> None:
 
 
 def the_same_noise_on_two_steps(patch: Patch) -> None:
-    add = TorchNoise.add_
+    def repeating(make: Any) -> Any:
+        def again(self: Any, tensor: Any, std: float) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            generator = self.stream(tensor.device)
+            if self.calls % 2 == 0:
+                generator.set_state(self.before)
+            self.before = generator.get_state()
+            return make(self, tensor, std)
 
-    def repeating(self: Any, tensor: Any, std: float) -> None:
-        self.calls = getattr(self, "calls", 0) + 1
-        generator = self.stream(tensor.device)
-        if self.calls % 2 == 0:
-            generator.set_state(self.before)
-        self.before = generator.get_state()
-        add(self, tensor, std)
+        return again
 
-    patch.setattr(TorchNoise, "add_", repeating)
+    for name in ("add_", "normal"):
+        patch.setattr(TorchNoise, name, repeating(getattr(TorchNoise, name)))
 
 
 def two_steps_on_one_draw(patch: Patch) -> None:
@@ -209,6 +214,12 @@ def _in_training(layer: Any) -> bool:
     return bool(layer.training and layer.collecting is None)
 
 
+def without_the_first_checks(patch: Patch) -> None:
+    """Probe and exactness check would refuse such a forward before any audit."""
+    patch.setattr(probe, "FORWARDS", 0)
+    patch.setattr("opacus_bc.gradients.book_keeping.attached._CHECKED", 0)
+
+
 def statistics_of_the_private_batch(patch: Patch) -> None:
     """Individual clipping normalises with its own batch: one sample moves the gradients of all."""
     forward = ConstantStatistics.forward
@@ -219,7 +230,7 @@ def statistics_of_the_private_batch(patch: Patch) -> None:
         return forward(self, x)
 
     patch.setattr(ConstantStatistics, "forward", own)
-    patch.setattr(probe, "FORWARDS", 0)  # it would refuse such a forward before any audit
+    without_the_first_checks(patch)
 
 
 def one_gradient_through_the_statistics_for_all(patch: Patch) -> None:
@@ -231,6 +242,76 @@ def one_gradient_through_the_statistics_for_all(patch: Patch) -> None:
         return rows(before, *means)
 
     patch.setattr(norm_gradients, "upstream_gradients", shared)
+
+
+def norm_of_the_wrong_sample(patch: Patch) -> None:
+    """Book-keeping clips every sample by its neighbour's norm."""
+    clip = book_keeping.coefficients_of_norms
+
+    def of_the_neighbour(norms: Any, *args: Any, **how: Any) -> Any:
+        return clip([norm.roll(1) for norm in norms], *args, **how)
+
+    patch.setattr(book_keeping, "coefficients_of_norms", of_the_neighbour)
+
+
+def clipped_after_the_sum(patch: Patch) -> None:
+    """Book-keeping clips the sum of the samples' gradients as if it were one sample's."""
+    read = Book.read
+
+    def summed(self: Any, parameters: Any, **how: Any) -> Any:
+        def one(entry: Any) -> Rows:
+            rows = entry.rows()
+            first = torch.zeros_like(rows)
+            first[0] = rows.sum(0)
+            return Rows(first)
+
+        return {p: one(entry) for p, entry in read(self, parameters, **how).items()}
+
+    patch.setattr(Book, "read", summed)
+    without_the_first_checks(patch)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An entry whose norms leave out what the samples add through the statistics."""
+
+    clipped: Any
+    whole: Any
+
+    def norms(self) -> Any:
+        return self.clipped.norms()
+
+    def weighted_sum(self, weights: Any) -> Any:
+        return self.whole.weighted_sum(weights)
+
+    def rows(self) -> Any:
+        return self.whole.rows()
+
+    def only(self, keep: Any) -> Outside:
+        return Outside(self.clipped.only(keep), self.whole.only(keep))
+
+
+def a_term_of_the_statistics_outside_of_the_clip(patch: Patch) -> None:
+    with_terms = Book._with_terms
+    without_the_first_checks(patch)
+    patch.setattr(Book, "_with_terms", lambda self, key: Outside(self._entries[key], with_terms(self, key)))
+
+
+def rows_of_one_sample_are_clipped_one_by_one(patch: Patch) -> None:
+    """Four views of every sample in one batch, and nobody counts rows."""
+    step = PrivateToy.step
+    patch.setattr(PrivateToy, "step", lambda self, x: step(self, x.repeat(4, 1)))
+    patch.setattr("opacus_bc.optimizers.samples.check_rows", lambda *_, **__: None)
+
+
+def booked_at_half_the_rate(patch: Patch) -> None:
+    """The accountant is told of fewer draws than the sampler makes: m/N of another N."""
+    step = FDPAccountant.step
+
+    def half(self: Any, *, noise_multiplier: float, sample_rate: float, **what: Any) -> None:
+        step(self, noise_multiplier=noise_multiplier, sample_rate=sample_rate / 2, **what)
+
+    patch.setattr(FDPAccountant, "step", half)
 
 
 def individual_buffers_released(patch: Patch) -> None:
@@ -250,39 +331,51 @@ def individual_buffers_released(patch: Patch) -> None:
 # --- the audits -------------------------------------------------------------------------------------------
 
 FIFTY = {"steps": 50, "steps_per_epoch": 10}
-BC = partial(audit_worst_case, Toy(method="BC"), name="BC", repetitions=20_000)
-GBC = partial(audit_worst_case, Toy(method="GBC", mini_sets=4), name="GBC", repetitions=20_000)
-ALC = partial(
-    audit_worst_case, Toy(method="ALC", layers=4, noise_multiplier=2.0), name="ALC", repetitions=20_000
-)
-SCALE = partial(audit_worst_case, Toy(method="ALC scale", layers=4), name="scale", repetitions=20_000)
-RUN = partial(audit_worst_case, Toy(method="BC", **FIFTY), name="BC", repetitions=20_000)
-TWICE = partial(
-    audit_worst_case,
-    Toy(method="BC", noise_multiplier=0.7, **FIFTY),
-    name="two steps on one batch",
-    repetitions=20_000,
-    steps_per_draw=2,
-)
+
+
+def single(method: str, repetitions: int = 20_000) -> Callable[..., AuditResult]:
+    return partial(audit_worst_case, single_round(method), name=method, repetitions=repetitions)
+
+
+def fifty(method: str) -> Callable[..., AuditResult]:
+    return partial(audit_worst_case, Toy(method=method, **FIFTY), name=method, repetitions=20_000)
+
+
+def twice(method: str) -> Callable[..., AuditResult]:
+    toy = Toy(method=method, noise_multiplier=0.7, **FIFTY)
+    return partial(audit_worst_case, toy, name=method, repetitions=20_000, steps_per_draw=2)
+
+
+def resumed(method: str) -> Callable[..., AuditResult]:
+    toy = Toy(method=method, **FIFTY)
+    return partial(audit_resumed, toy, name=method, repetitions=20_000, exact=False, seed=1)
+
+
+BC, GBC, IC, BK = (single(name) for name in ("BC", "GBC", "IC", "BK"))
+ALC, SCALE = single("BC + ALC"), single("BC + ALC by scaling")
+RUN, IC_RUN, BK_RUN = fifty("BC"), fifty("IC"), fifty("BK")
+TWICE, RESUMED, BK_RESUMED = twice("BC"), resumed("BC"), resumed("BK")
 EMPTY = partial(
     audit_worst_case_loop,
     Toy(method="BC", steps_per_epoch=2, steps=40, noise_multiplier=50.0),
     copies=3,
     name="empty batches",
-    runs=80,
+    runs=120,
 )
 CHUNKS = partial(audit_chunks, name="chunks", runs=150)
 BUFFERS = partial(audit_buffers, name="buffers", runs=60, noise_multiplier=8.0)
-INDIVIDUAL_BUFFERS = partial(BUFFERS, policy="individual", steps=6, noise_multiplier=30.0)
-NORM = partial(
+INDIVIDUAL_BUFFERS, BK_BUFFERS = (
+    partial(BUFFERS, method=f"{how} + BatchNorm, differentiated", steps=6, noise_multiplier=30.0, runs=80)
+    for how in ("IC", "BK")
+)
+NORM, BK_NORM = (single(f"{how} + BatchNorm, differentiated", 10_000) for how in ("IC", "BK"))
+BK_THROUGH = partial(
     audit_worst_case,
-    Toy(method="IC + BatchNorm", noise_multiplier=2.0, steps=4),
-    name="IC + BatchNorm",
+    single_round("BK + BatchNorm, differentiated", through_statistics=True),
+    name="through",
     repetitions=10_000,
 )
-RESUMED = partial(
-    audit_resumed, Toy(method="BC", **FIFTY), name="resumed", repetitions=20_000, exact=False, seed=1
-)
+BK_CONSTANTS = single("BK + BatchNorm, public", 10_000)
 
 
 @dataclass(frozen=True)
@@ -315,10 +408,30 @@ TABLE = {
         one_gradient_through_the_statistics_for_all, NORM
     ),
     "BatchNorm buffers released under IC": Mutant(individual_buffers_released, INDIVIDUAL_BUFFERS),
+    "BatchNorm buffers released under BK": Mutant(individual_buffers_released, BK_BUFFERS),
+    "BK with statistics of the private batch": Mutant(statistics_of_the_private_batch, BK_NORM),
+    "BK clips by the norm of the wrong sample": Mutant(norm_of_the_wrong_sample, BK),
+    "BK clips after the sum": Mutant(clipped_after_the_sum, BK_CONSTANTS),
+    "BK with a term of the statistics outside of the clip": Mutant(
+        a_term_of_the_statistics_outside_of_the_clip, BK_THROUGH
+    ),
+    "rows of one sample clipped one by one": Mutant(rows_of_one_sample_are_clipped_one_by_one, IC),
+    "two steps on one draw under IC": Mutant(two_steps_on_one_draw, twice("IC")),
+    "two steps on one draw under BK": Mutant(two_steps_on_one_draw, twice("BK")),
+    "the same noise on two steps under IC": Mutant(the_same_noise_on_two_steps, IC_RUN),
+    "the same noise on two steps under BK": Mutant(the_same_noise_on_two_steps, BK_RUN),
+    "IC booked at half the rate of its draws": Mutant(booked_at_half_the_rate, IC_RUN),
+    "noise repeated after a resume under BK": Mutant(resume_repeats_the_noise, BK_RESUMED),
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+SLOW = [pytest.mark.slow]  # what is the same code under IC
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=SLOW if mutant.audit is BK_BUFFERS else []) for name, mutant in TABLE.items()],
+)
 def test_every_deliberate_bug_is_caught(name: str, monkeypatch: Patch) -> None:
     mutant = TABLE[name]
     mutant.bug(monkeypatch)
@@ -327,15 +440,25 @@ def test_every_deliberate_bug_is_caught(name: str, monkeypatch: Patch) -> None:
     assert result.verdict == mutant.verdict
 
 
-FEWER = [partial(audit, runs=20) for audit in (EMPTY, CHUNKS, BUFFERS, INDIVIDUAL_BUFFERS)]
+FEWER = [partial(audit, runs=20) for audit in (EMPTY, CHUNKS, BUFFERS, INDIVIDUAL_BUFFERS, BK_BUFFERS)]
 EXACT = partial(RESUMED, exact=True)
 
 
-@pytest.mark.parametrize("audit", [BC, GBC, ALC, SCALE, RUN, NORM, RESUMED, EXACT, *FEWER])
+SINGLE = [BC, GBC, ALC, SCALE, IC, BK, NORM, BK_NORM, BK_THROUGH, BK_CONSTANTS]
+
+
+@pytest.mark.parametrize("audit", [*SINGLE, RUN, IC_RUN, BK_RUN, RESUMED, BK_RESUMED, EXACT, *FEWER])
 def test_the_same_audits_find_nothing_in_the_package_as_it_is(audit: Callable[..., AuditResult]) -> None:
     # Each verdict is wrong with probability at most 0.001 / AUDITS.
     result = audit(audits=AUDITS)
     assert result.verdict == "holds"
+
+
+def test_rows_that_are_not_samples_are_refused_before_they_can_be_audited(monkeypatch: Patch) -> None:
+    step = PrivateToy.step
+    monkeypatch.setattr(PrivateToy, "step", lambda self, x: step(self, x.repeat(4, 1)))
+    with pytest.raises(RuntimeError, match="the loader delivered 3 samples"):
+        IC(audits=AUDITS)
 
 
 def test_a_second_step_on_one_batch_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -334,6 +335,48 @@ def mixup(samples: list[Any]) -> list[Tensor]:
     """A collate function that mixes every sample into its neighbour."""
     x = torch.stack([sample[0] for sample in samples])
     return [0.5 * x + 0.5 * x.roll(1, 0), torch.tensor([int(sample[1]) for sample in samples])]
+
+
+def test_one_user_moves_the_released_statistics_by_one_vector_of_at_most_the_bound() -> None:
+    """N-bar counts users, and the vector that is clipped is the mean over at most the cap of their samples.
+
+    The sum of all users' clipped vectors is compared with a loop over users; a user of forty samples, all of
+    them huge, adds one vector of norm R.
+    """
+    generator = torch.Generator().manual_seed(4)
+    sizes, cap = [1, 3, 2, 40], 3
+    ids = np.repeat(np.arange(4), sizes)
+    x = torch.randn(sum(sizes), 4, generator=generator)
+    x[6:] = 1e3
+    data = TensorDataset(x, torch.zeros(len(x), dtype=torch.long))
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    ours = engine()
+    with pytest.warns(UserWarning, match="with 4 users the released statistics"):
+        model, optimizer, _ = ours.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data, batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            clipping="batch",
+            batch_norm="private",
+            unit=ids,
+            mini_batch_size=cap,
+        )
+    recorder = with_noise(optimizer, Recorder())
+    bound = 5.0
+    ours.recalibrate_batch_norm(noise_multiplier=2.0, bound=bound)
+    assert recorder.stds == [2.0 * bound / 4]
+    assert ours.accountant.history == [(2.0, 1.0, 0, "release over users")]
+    assert ours.accountant.adjacency == "add/remove one user"
+    total = torch.zeros(8, dtype=torch.float64)
+    for start, size in zip(np.cumsum([0, *sizes[:-1]]), sizes, strict=True):
+        mean = moments(x[start : start + min(size, cap)]).mean(0)  # which of the forty does not matter
+        total += mean * min(1.0, bound / float(mean.norm()))
+    first, second = (total / 4).chunk(2)
+    torch.testing.assert_close(model[0].running_mean.double(), first, rtol=1e-5, atol=1e-6)
+    variance = (second - first.square()).clamp_min(VARIANCE_FLOOR)
+    torch.testing.assert_close(model[0].running_var.double(), variance, rtol=1e-4, atol=1e-6)
 
 
 def test_a_collate_function_cannot_mix_samples_into_each_other() -> None:

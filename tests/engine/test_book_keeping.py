@@ -274,6 +274,49 @@ def test_nothing_is_instantiated_where_norms_need_no_rows(monkeypatch: pytest.Mo
     assert run.optimizer.steps_taken == 1
 
 
+@pytest.mark.parametrize(("mode", "instantiated"), [("bk-ghost", 0), ("bk-rows", 3), ("bk", 1)])
+def test_the_way_to_a_norm_can_be_chosen_and_changes_no_weight(mode: str, instantiated: int) -> None:
+    """Left to itself, book-keeping instantiates the first layer's gradients alone."""
+    ours, hooks = Training(mode), Training("hooks")
+    x, y = next(iter(ours.given([[1, 2, 3]])))
+    F.cross_entropy(ours.wrapper(x), y).backward()
+    entries = ours.optimizer._book.read(
+        [layer.weight for layer in (ours.model[0], ours.model[3], ours.model[7])]
+    )
+    assert sum(isinstance(entry, Rows) for entry in entries.values()) == instantiated
+    assert len(entries) == 3
+    ours.train(ours.given())
+    hooks.train(hooks.given())
+    close(ours.model, hooks.model)
+
+
+class Products(nn.Module):
+    """A bilinear form, of which no rule tells the per-sample gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.form = nn.BatchNorm2d(3), nn.Bilinear(108, 108, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x).flatten(1)
+        return self.form(h, h.flip(1))
+
+
+def test_a_function_without_a_rule_is_named_once_and_is_exact() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = Training("bk", Products())
+        ours.train(ours.given())
+    told = [str(w.message) for w in caught if "row by row" in str(w.message)]
+    assert len(told) == 1
+    assert "form.weight meets the batch in bilinear" in told[0]
+    assert next(w.filename for w in caught if "row by row" in str(w.message)) == __file__
+    hooks = Training("hooks", Products())
+    hooks.train(hooks.given())
+    torch.testing.assert_close(weights(ours.model), weights(hooks.model), rtol=1e-4, atol=1e-6)
+
+
 def test_secure_mode_noises_with_the_cryptographic_generator() -> None:
     pytest.importorskip("randomgen")
     run = Training("bk", secure=True, noise_multiplier=1.0)

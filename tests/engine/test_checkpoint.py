@@ -466,7 +466,8 @@ def test_two_models_of_one_budget_are_loaded_one_after_the_other(tmp_path: Path)
 @pytest.mark.filterwarnings("ignore:.*hold the statistics")
 @pytest.mark.parametrize("inner_saves", [True, False])
 def test_wrapper_and_module_inside_read_each_others_checkpoints(inner_saves: bool, tmp_path: Path) -> None:
-    case, path = Case(kwargs={"clipping": "flat", "batch_norm": "frozen"}), tmp_path / "run.pt"
+    kwargs = {"clipping": "flat", "batch_norm": "frozen", "grad_sample_mode": "hooks"}
+    case, path = Case(kwargs=kwargs), tmp_path / "run.pt"
     first, second = Training(case, seed=1), Training(case, seed=2)
     wrappers = [t.engine._runs[0].wrapper for t in (first, second)]
     modules = [wrappers[0]._module, wrappers[1]] if inner_saves else [wrappers[0], wrappers[1]._module]

@@ -14,9 +14,11 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from opacus_bc import PrivacyEngine
+from opacus_bc.optimizers.book_keeping import BookKeepingOptimizer
 
 pytestmark = pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK)
 CLIPPINGS = ("batch", "flat")
+MODES = ("bk", "hooks")
 DATA = images(16)
 
 
@@ -97,22 +99,52 @@ def test_an_optimizer_that_holds_only_the_head_moves_only_the_head(clipping: str
     assert all(p.requires_grad for p in plain.parameters())  # as the user had them
 
 
-def test_parameters_outside_the_optimizer_cost_no_gradients_of_any_kind() -> None:
+def per_sample(model: nn.Module, optimizer: Any) -> dict[str, int]:
+    """How many numbers are held for all samples together, by parameter, between backward and step."""
+    if isinstance(optimizer, BookKeepingOptimizer):
+        held = optimizer._book.read(model.parameters())
+        return {name: held[p].rows().numel() for name, p in model.named_parameters() if p in held}
+    found = {name: getattr(p, "grad_sample", None) for name, p in model.named_parameters()}
+    return {name: rows.numel() for name, rows in found.items() if rows is not None}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_outside_the_optimizer_cost_no_gradients_of_any_kind(mode: str) -> None:
     model = Pretrained()
-    module, _, loader = private(model, model.head.parameters())
+    module, optimizer, loader = private(model, model.head.parameters(), grad_sample_mode=mode)
+    reached: list[Tensor] = []
+    model.backbone.register_forward_hook(lambda _m, _x, output: reached.append(output))
     backward(module, loader)
-    for name, p in model.named_parameters():
-        inside = name.startswith("head")
-        assert (getattr(p, "grad_sample", None) is not None) == inside, name
-        assert (p.grad is not None) == inside, name
+    assert set(per_sample(model, optimizer)) == {"head.weight", "head.bias"}
+    assert all(p.grad is None for name, p in model.named_parameters() if not name.startswith("head"))
     assert not any(hasattr(layer, "activations") for layer in model.backbone.modules())
+    assert not reached[-1].requires_grad  # no backward goes into the backbone
 
 
 def test_a_layer_that_has_no_rule_is_welcome_where_the_optimizer_does_not_hold_it() -> None:
     model = Pretrained(padding_mode="reflect")
     with pytest.raises(ValueError, match="padding_mode='reflect'"):
-        private(model, model.parameters())
+        private(model, model.parameters(), grad_sample_mode="hooks")
+    module, optimizer, loader = private(model, model.head.parameters(), grad_sample_mode="hooks")
+    train(module, optimizer, loader)
+    assert optimizer.steps_taken == 2
+
+
+def test_a_function_that_one_backward_cannot_follow_is_welcome_outside_the_optimizer() -> None:
+    """Its product is averaged over the batch: no rule tells samples apart. It is zero and mixes none."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.shift = Pretrained(), nn.Parameter(torch.zeros(3, 1, 1))
+            self.head = self.inner.head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x + (x * self.shift).mean())
+
+    model = Odd()
     module, optimizer, loader = private(model, model.head.parameters())
+    assert isinstance(optimizer, BookKeepingOptimizer)
     train(module, optimizer, loader)
     assert optimizer.steps_taken == 2
 
@@ -208,10 +240,11 @@ def recipes() -> dict[str, tuple[nn.Module, set[str]]]:
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["requires_grad", "optimizer"])
 @pytest.mark.parametrize("recipe", ["BatchNorm and head", "LoRA", "biases"])
 def test_a_recipe_releases_the_clipped_mean_of_what_it_trains_and_computes_nothing_else(
-    recipe: str, how: str
+    recipe: str, how: str, mode: str
 ) -> None:
     model, names = recipes()[recipe]
     if how == "requires_grad":
@@ -220,11 +253,10 @@ def test_a_recipe_releases_the_clipped_mean_of_what_it_trains_and_computes_nothi
     expected = oracle(model, names)
     trained = [p for name, p in model.named_parameters() if name in names]
     before = copy.deepcopy(model.state_dict())
-    module, optimizer, loader = private(model, trained, noise_multiplier=0.0)
+    module, optimizer, loader = private(model, trained, noise_multiplier=0.0, grad_sample_mode=mode)
     x, y = next(iter(loader))
     nn.functional.cross_entropy(module(x), y).backward()
-    held = {name for name, p in model.named_parameters() if getattr(p, "grad_sample", None) is not None}
-    assert held == names
+    assert set(per_sample(model, optimizer)) == names
     optimizer.step()
     assert moved(model, before) == names
     for name, gradient in expected.items():
@@ -232,12 +264,12 @@ def test_a_recipe_releases_the_clipped_mean_of_what_it_trains_and_computes_nothi
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_training_batch_norm_and_head_holds_a_small_part_of_the_per_sample_gradients() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_training_batch_norm_and_head_holds_a_small_part_of_the_per_sample_gradients(mode: str) -> None:
     model, names = recipes()["BatchNorm and head"]
-    module, _, loader = private(model, [p for name, p in model.named_parameters() if name in names])
+    trained = [p for name, p in model.named_parameters() if name in names]
+    module, optimizer, loader = private(model, trained, grad_sample_mode=mode)
     backward(module, loader)
-    rows = sum(
-        p.grad_sample.numel() for p in model.parameters() if getattr(p, "grad_sample", None) is not None
-    )
-    assert rows == 8 * sum(p.numel() for name, p in model.named_parameters() if name in names)
+    numbers = {name: p.numel() for name, p in model.named_parameters() if name in names}
+    assert per_sample(model, optimizer) == {name: 8 * count for name, count in numbers.items()}
     assert not hasattr(model.backbone[3], "activations")

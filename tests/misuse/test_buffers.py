@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from opacus_bc.batch_norm.buffers import MovingBufferError
 
 DATA = blobs(32)
-both = pytest.mark.parametrize("clipping", ["batch", "flat"])
+every = pytest.mark.parametrize("mode", ["batch", "flat", "bk"])
 
 
 class Writer(nn.Module):
@@ -89,7 +89,7 @@ WRITERS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def trained(model: nn.Module, clipping: str, epochs: int = 4, **kwargs: Any) -> tuple[Any, Any, Any]:
+def trained(model: nn.Module, mode: str, epochs: int = 4, **kwargs: Any) -> tuple[Any, Any, Any]:
     """Engine, wrapper and private optimizer after ``epochs`` passes of two steps, the last two active."""
     eng = engine()
     wrapper, optimizer, loader = eng.make_private(
@@ -98,7 +98,8 @@ def trained(model: nn.Module, clipping: str, epochs: int = 4, **kwargs: Any) -> 
         data_loader=DataLoader(DATA, batch_size=16),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
-        clipping=clipping,
+        clipping="flat" if mode == "bk" else mode,
+        grad_sample_mode="bk" if mode == "bk" else "hooks",
         **kwargs,
     )
     train(wrapper, optimizer, loader, max(0, epochs - 2))
@@ -117,14 +118,14 @@ def train(wrapper: nn.Module, optimizer: Any, loader: Any, epochs: int) -> None:
             optimizer.step()
 
 
-@both
+@every
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_a_late_forward_writes_is_neither_released_nor_saved(
-    name: str, clipping: str, tmp_path: Path
+    name: str, mode: str, tmp_path: Path
 ) -> None:
     write, prepare, message = WRITERS[name]
     model = nn.Sequential(Writer(write, prepare), nn.Linear(4, 2))
-    eng, wrapper, optimizer = trained(model, clipping)
+    eng, wrapper, optimizer = trained(model, mode)
     with pytest.raises(MovingBufferError, match=message):
         eng.save_checkpoint(path=tmp_path / "file", module=wrapper, optimizer=optimizer)
     assert not list(tmp_path.iterdir())
@@ -132,8 +133,8 @@ def test_what_a_late_forward_writes_is_neither_released_nor_saved(
         eng.finalize(wrapper)
 
 
-@both
-def test_a_buffer_registered_by_an_early_forward_is_found_at_once(clipping: str) -> None:
+@every
+def test_a_buffer_registered_by_an_early_forward_is_found_at_once(mode: str) -> None:
     class Early(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -144,16 +145,18 @@ def test_a_buffer_registered_by_an_early_forward_is_found_at_once(clipping: str)
             return x
 
     with pytest.raises(MovingBufferError, match="a training forward moved buffer 'late'"):
-        trained(nn.Sequential(Early(), nn.Linear(4, 2)), clipping)
+        trained(nn.Sequential(Early(), nn.Linear(4, 2)), mode)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "BC public": {"clipping": "batch", "batch_norm": DataLoader(blobs(16, seed=3), batch_size=8)},
-    "BC batch": {"clipping": "batch", "batch_norm": "batch"},
-    "BC frozen": {"clipping": "batch", "batch_norm": "frozen"},
-    "BC private": {"clipping": "batch", "batch_norm": "private"},
-    "IC public": {"clipping": "flat", "batch_norm": DataLoader(blobs(16, seed=3), batch_size=8)},
-    "IC frozen": {"clipping": "flat", "batch_norm": "frozen"},
+    "BC public": {"mode": "batch", "batch_norm": DataLoader(blobs(16, seed=3), batch_size=8)},
+    "BC batch": {"mode": "batch", "batch_norm": "batch"},
+    "BC frozen": {"mode": "batch", "batch_norm": "frozen"},
+    "BC private": {"mode": "batch", "batch_norm": "private"},
+    "IC public": {"mode": "flat", "batch_norm": DataLoader(blobs(16, seed=3), batch_size=8)},
+    "IC frozen": {"mode": "flat", "batch_norm": "frozen"},
+    "bk public": {"mode": "bk", "batch_norm": DataLoader(blobs(16, seed=3), batch_size=8)},
+    "bk frozen": {"mode": "bk", "batch_norm": "frozen"},
 }
 
 
@@ -185,7 +188,7 @@ def test_what_hangs_on_a_batch_norm_layer_is_released_overwritten_or_refused(pol
     model = Hanging(name)
     eng, wrapper, _ = trained(model, **POLICIES[policy])
     overwritten = {"BC public": ["running_mean", "num_batches_tracked"], "BC private": ["running_mean"]}
-    overwritten["IC public"] = overwritten["BC public"]
+    overwritten["IC public"] = overwritten["bk public"] = overwritten["BC public"]
     if name in overwritten.get(policy, []):
         eng.finalize(wrapper)
         held = getattr(model.norm, name)
@@ -196,10 +199,10 @@ def test_what_hangs_on_a_batch_norm_layer_is_released_overwritten_or_refused(pol
         eng.finalize(wrapper)
 
 
-@both
-def test_a_buffer_that_hangs_on_a_batch_norm_layer_is_watched_from_the_first_forward(clipping: str) -> None:
+@every
+def test_a_buffer_that_hangs_on_a_batch_norm_layer_is_watched_from_the_first_forward(mode: str) -> None:
     with pytest.raises(MovingBufferError, match="a training forward moved buffer 'extra'"):
-        trained(Hanging("extra"), clipping, epochs=1, batch_norm=DataLoader(blobs(16, seed=3), batch_size=8))
+        trained(Hanging("extra"), mode, epochs=1, batch_norm=DataLoader(blobs(16, seed=3), batch_size=8))
 
 
 class Counter(nn.Module):
@@ -214,13 +217,13 @@ class Counter(nn.Module):
         return x
 
 
-@both
-def test_a_counter_of_steps_may_move_also_over_a_resume(clipping: str, tmp_path: Path) -> None:
+@every
+def test_a_counter_of_steps_may_move_also_over_a_resume(mode: str, tmp_path: Path) -> None:
     model = nn.Sequential(Counter(), nn.Linear(4, 2))
-    eng, wrapper, optimizer = trained(model, clipping)
+    eng, wrapper, optimizer = trained(model, mode)
     eng.save_checkpoint(path=tmp_path / "file", module=wrapper, optimizer=optimizer)
     again = nn.Sequential(Counter(), nn.Linear(4, 2))
-    other, wrapper, optimizer = trained(again, clipping, epochs=0)
+    other, wrapper, optimizer = trained(again, mode, epochs=0)
     other.load_checkpoint(path=tmp_path / "file", module=wrapper, optimizer=optimizer)
     train(wrapper, optimizer, other._runs[0].loader, 1)
     assert int(other.finalize(wrapper)[0].steps) == 3 + 8 + 2

@@ -16,6 +16,7 @@ from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from opacus_bc import ALC
 from opacus_bc.gradients.probe import FORWARDS, CoupledSamplesError, CouplingProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -29,6 +30,15 @@ MODES: dict[str, dict[str, Any]] = {
     "ew": {"grad_sample_mode": "ew"},
     "ghost": {"grad_sample_mode": "ghost"},
     "bk": {"grad_sample_mode": "bk"},
+}
+PUBLIC = TensorDataset(torch.randn(8, T, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 2)
+CLIPPINGS: dict[str, dict[str, Any]] = {
+    f"{how}{name}": {**mode, **arguments}
+    for how, mode in (("", {}), ("bk, ", {"grad_sample_mode": "bk"}))
+    for name, arguments in (
+        ("alc", {"alc": ALC(DataLoader(PUBLIC, batch_size=4))}),
+        ("per_layer", {"clipping": "per_layer", "max_grad_norm": [1.0] * 4}),
+    )
 }
 
 
@@ -152,8 +162,7 @@ class Run:
             module=model,
             optimizer=optim.SGD(model.parameters(), lr=0.1),
             data_loader=DataLoader(data, batch_size=T),
-            **arguments,
-            **MODES[mode],
+            **arguments | {**MODES, **CLIPPINGS}[mode],
         )
         self.wrapper = model if mode == "no wrapper" else wrapper
         self.criterion = criterion[0] if criterion else F.cross_entropy
@@ -175,6 +184,20 @@ def test_forwards_that_couple_samples_are_refused_before_anything_is_released(ki
     if kind not in (MixUp, Largest):  # by chance the row that is looked at may stay where it is once
         assert torch.equal(weights(run.model), before)
         assert len(run.engine.accountant) == 0
+
+
+@pytest.mark.parametrize("mode", CLIPPINGS)
+@pytest.mark.parametrize("kind", [StraightThrough, DetachedMean])  # gradients alone meet, values alone meet
+def test_every_kind_of_individual_clipping_refuses_forwards_that_couple_samples(kind: Any, mode: str) -> None:
+    run = Run(kind(), mode)
+    before = weights(run.model)
+    with pytest.raises(CoupledSamplesError, match=r"of other samples|for other samples"):
+        run.train()
+    assert torch.equal(weights(run.model), before)
+    assert len(run.engine.accountant) == 0
+    apart = Run(Plain(), mode)
+    apart.train()
+    assert len(apart.engine.accountant) == N // T
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "ew"])  # which refuses them itself
@@ -457,10 +480,18 @@ def test_private_statistics_refuse_a_collate_function_with_several_rows_a_sample
         with_private_statistics(BeforeNorm(lambda h: h), six)
 
 
-def test_a_criterion_that_divides_by_the_batchs_weights_is_named() -> None:
+@pytest.mark.parametrize("mode", ["hooks", "bk"])
+def test_a_criterion_that_divides_by_the_batchs_labels_is_named(mode: str) -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0]))
-    with pytest.warns(UserWarning, match="one label changes the gradients of all samples"):
-        Run(Plain(), criterion=weighted)
+    with pytest.warns(
+        UserWarning, match=r"\(weight=\.\.\.\).*one label changes the gradients of all samples"
+    ):
+        Run(Plain(), mode, criterion=weighted)
+    with pytest.warns(UserWarning, match=r"\(ignore_index=1\).*one label changes the gradients of all"):
+        Run(Plain(), mode, criterion=nn.NLLLoss(ignore_index=1))
+
+
+def test_criteria_that_keep_samples_apart_are_not_named() -> None:
     Run(Plain(), criterion=nn.CrossEntropyLoss())
     Run(Plain(), criterion=nn.CrossEntropyLoss(weight=torch.ones(2), reduction="sum"), loss_reduction="sum")
     Run(Plain(), "ghost", criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0])))

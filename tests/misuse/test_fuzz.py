@@ -151,8 +151,9 @@ class Case:
         return TensorDataset(x, torch.arange(n) % CLASSES)
 
     def private(
-        self, data: TensorDataset, lr: float = 1.0, *, individual: bool = False
+        self, data: TensorDataset, lr: float = 1.0, *, individual: str | None = None
     ) -> tuple[Any, nn.Module, Any, Any]:
+        """Clips mini-sets, or samples in the mode ``individual``."""
         model, maker = self.model(), engine()
         public = DataLoader(self.data(8, shift=1), batch_size=4)
         extra: dict[str, Any] = {}
@@ -173,6 +174,7 @@ class Case:
                 mini_batch_size=None if individual else self.s,
                 sampling="shuffle" if individual and self.sampling != "poisson" else self.sampling,
                 batch_norm=public if self.policy == "public" else self.policy,
+                grad_sample_mode=individual,
                 **extra,
             )
         return maker, model, optimizer, loader
@@ -288,6 +290,7 @@ def test_sigma_eff_is_one_over_the_root_of_the_sum_of_squares_and_is_what_is_boo
 
 
 INDIVIDUAL = ("conv", "batch norm", "group norm", "shared")
+ONE_BACKWARD = ("bk", "bk-ghost", "bk-rows")
 
 
 @fuzz
@@ -295,20 +298,23 @@ INDIVIDUAL = ("conv", "batch norm", "group norm", "shared")
     case=cases,
     blocks=st.lists(st.sampled_from(INDIVIDUAL), max_size=3).map(tuple),
     size=st.sampled_from([1e-3, 1.0, -1e4, 1e30]),
+    mode=st.sampled_from(["hooks", *ONE_BACKWARD]),
+    attention=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_individual_clipping_in_blocks_keeps_its_sensitivity_and_noise(
-    case: Case, blocks: tuple[str, ...], size: float
+    case: Case, blocks: tuple[str, ...], size: float, mode: str, attention: bool
 ) -> None:
     if sample_box.closed():
         return
     dtype = torch.float32 if case.dtype == torch.bfloat16 else case.dtype
+    blocks += ("attention",) if attention and mode in ONE_BACKWARD else ()
     case = replace(case, blocks=blocks, dtype=dtype, policy="public", alc=case.alc or "clip")
     x, y = case.data(6).tensors
     x[5] = (size * x[5].double()).clamp(-1e38, 1e38).to(dtype)
     releases: dict[tuple[int, float], dict[str, Tensor]] = {}
     for members, noise in ((6, 0.0), (5, 0.0), (6, 1.0)):
-        maker, model, optimizer, loader = case.private(case.data(24), individual=True)
+        maker, model, optimizer, loader = case.private(case.data(24), individual=mode)
         optimizer.noise = KnownNoise(noise)
         optimizer.original_optimizer.step = lambda *_: None
         given = GivenDraws(loader.plan, [[list(range(members))]])
@@ -339,14 +345,16 @@ def test_individual_clipping_in_blocks_keeps_its_sensitivity_and_noise(
     case=cases,
     blocks=st.lists(st.sampled_from(("conv", "batch norm", "group norm")), max_size=3).map(tuple),
     size=st.sampled_from([1e-3, 1.0, -1e4, 1e30]),
-    mode=st.sampled_from(["flat", "per_layer", "ghost"]),
+    clipping=st.sampled_from(["flat", "per_layer"]),
+    mode=st.sampled_from(["hooks", "ghost", *ONE_BACKWARD]),
 )
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_no_sample_moves_opacus_own_modes_with_public_batch_norm_by_more_than_the_bound(
-    case: Case, blocks: tuple[str, ...], size: float, mode: str
+def test_no_sample_moves_a_sum_with_public_batch_norm_by_more_than_the_bound(
+    case: Case, blocks: tuple[str, ...], size: float, clipping: str, mode: str
 ) -> None:
     if stock_box.closed():
         return
+    clipping = "flat" if mode == "ghost" else clipping
     dtype = torch.float32 if case.dtype == torch.bfloat16 else case.dtype
     case = replace(case, blocks=blocks, dtype=dtype, frozen=0)
     x, y = case.data(6).tensors
@@ -361,9 +369,9 @@ def test_no_sample_moves_opacus_own_modes_with_public_batch_norm_by_more_than_th
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
             data_loader=DataLoader(case.data(24), batch_size=6),
             noise_multiplier=1.0,
-            max_grad_norm=bounds if mode == "per_layer" else case.bound,
-            clipping="per_layer" if mode == "per_layer" else "flat",
-            grad_sample_mode="ghost" if mode == "ghost" else "hooks",
+            max_grad_norm=bounds if clipping == "per_layer" else case.bound,
+            clipping=clipping,
+            grad_sample_mode=mode,
             batch_norm=DataLoader(case.data(8, shift=1), batch_size=4),
         )
         optimizer.noise_multiplier = 0.0  # what is left is the clipped sum

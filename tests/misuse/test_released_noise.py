@@ -42,6 +42,8 @@ def noise_of(model: Wide, before: Tensor, divisor: float) -> float:
     return float((before - model.idle.weight.detach()).std()) * divisor
 
 
+BK = {"grad_sample_mode": "bk"}
+PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [C] * 2}
 # The deviation of WIDE normals is within 5 standard errors of sigma but for 6 cases in ten million.
 CLOSE = 5 * math.sqrt(0.5 / WIDE)
 MODES: dict[str, dict[str, Any]] = {
@@ -50,6 +52,10 @@ MODES: dict[str, dict[str, Any]] = {
     "flat": {},
     "per_layer": {"clipping": "per_layer", "max_grad_norm": [C] * 3},
     "functorch": {"grad_sample_mode": "functorch"},
+    "bk": BK,
+    "bk, per_layer": {**BK, "clipping": "per_layer", "max_grad_norm": [C] * 3},
+    "bk, alc": {**BK, "alc": ALC(DataLoader(data(16, 3), batch_size=8), layers=["*"])},
+    "Opacus's flat": {"noise_generator": torch.Generator().manual_seed(4)},
     "alc": {"alc": ALC(DataLoader(data(16, 3), batch_size=8), layers=["*"])},
     "batch, alc": {"clipping": "batch", "alc": ALC(DataLoader(data(32, 3), batch_size=16), layers=["*"])},
 }
@@ -83,14 +89,26 @@ def test_a_draw_is_noised_by_the_bound_that_clipped_it_when_a_scheduler_moves_it
             if not optimizer._is_last_step_skipped:
                 scales.append(noise_of(model, before, divisor))
     assert len(scales) == 2
-    bound = math.sqrt(3) * C if mode == "per_layer" else C
+    bound = math.sqrt(3) * C if "per_layer" in mode else C
     sensitivity = 2 * bound if MODES[mode].get("clipping") == "batch" else bound
     assert abs(scales[0] / sensitivity - 1) < CLOSE
     assert abs(scales[1] / (0.1 * sensitivity) - 1) < CLOSE
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("kwargs", [{}, {"clipping": "batch"}, {"clipping": "batch", "mini_batch_size": 4}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        BK,
+        {"grad_sample_mode": "ghost"},
+        PER_LAYER,
+        {"alc": ALC(DataLoader(data(16, 3), batch_size=8))},
+        {"clipping": "batch"},
+        {"clipping": "batch", "mini_batch_size": 4},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(2)])
 def test_the_booked_rate_is_one_over_the_length_and_the_draws_have_it(
     kwargs: dict[str, Any], drop_last: bool, generator: Any
@@ -98,17 +116,14 @@ def test_the_booked_rate_is_one_over_the_length_and_the_draws_have_it(
     """Batches of 8: with 47 samples a pass has 5 steps if the rest is dropped, and q is 1/5, not 8/47."""
     model, eng, size = nn.Linear(3, 2), engine(), 47 if drop_last else 41
     plain = DataLoader(data(size, 0), batch_size=8, drop_last=drop_last, generator=generator)
-    module, optimizer, loader = eng.make_private(
-        module=model,
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
-        data_loader=plain,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        **kwargs,
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": C, **kwargs}
+    module, optimizer, *criterion, loader = eng.make_private(
+        module=model, optimizer=optim.SGD(model.parameters(), lr=0.1), data_loader=plain, **arguments
     )
+    loss = criterion[0] if criterion else nn.functional.cross_entropy
     for x, y in loader:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(module(x), y).backward()
+        loss(module(x), y).backward()
         optimizer.step()
     length = 5 if drop_last else 6
     assert [entry[1:3] for entry in eng.accountant.history] == [(1 / length, length)]
@@ -120,7 +135,7 @@ def test_the_booked_rate_is_one_over_the_length_and_the_draws_have_it(
     assert abs(trials * 8 / size - trials / length) > 6 * error
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"grad_sample_mode": "ghost"}, {"clipping": "batch"}])
+@pytest.mark.parametrize("kwargs", [{}, {"grad_sample_mode": "ghost"}, BK, {"clipping": "batch"}], ids=str)
 def test_a_resumed_run_adds_other_noise_than_the_steps_that_were_made_from_the_same_seed(
     kwargs: dict[str, Any], tmp_path: Path
 ) -> None:

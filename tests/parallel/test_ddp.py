@@ -161,6 +161,7 @@ def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:
         assert "BatchMemoryManager" in rank["chunks"]
         assert rank["private"].startswith("NotImplementedError")
         assert "must be the same on every rank" in rank["different"]
+        assert "must be the same on every rank" in rank["different users"]
 
 
 def test_a_rank_that_dies_stops_the_other_and_the_checkpoint_goes_on(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Kept:
     def __init__(self, model: nn.Module, trained: Callable[[], Any] | None = None) -> None:
         self.model, self.ledger = model, DrawLedger()
         self.names = {p: name for name, p in model.named_parameters()}
-        self.book = Book(self.names, trained or (lambda: list(self.names)), self.ledger)
+        self.book = Book(self.names, trained or (lambda: list(self.names)), self.ledger, quiet=True)
         self.recording = BookKeeping(model, self.book, self.names)
         self.recording._checks_left = 0
         self._serial = 0
@@ -97,12 +97,15 @@ def assert_exact(found: Mapping[str, Entry], expected: Mapping[str, Tensor], tol
     """Rows, weighted sums and norms are the oracle's; norms are not below it, and above by their margin."""
     above = 1 + 1e-9 if tolerance < 1e-8 else 1.01
     weights = torch.linspace(0.1, 2.0, len(next(iter(expected.values()))), dtype=torch.float64)
+    largest = max(float(norms_of(rows).max()) for rows in expected.values())
     for name, rows in expected.items():
         lengths = norms_of(rows)
         if name not in found:
             assert float(lengths.max()) == 0, f"{name} has no entry"
             continue
-        entry, scale = found[name], tolerance * float(lengths.max())
+        # Some gradients vanish (a bias that softmax cannot see), and only the rounding of their terms is left:
+        # about float32's last place of the largest gradient, whatever the processor's order of summation.
+        entry, scale = found[name], tolerance * max(float(lengths.max()), 1e-2 * largest)
         assert entry.rows().shape == rows.shape, name
         assert float(norms_of(entry.rows() - rows).max()) <= scale, name
         total = torch.einsum("i,i...->...", weights, rows.double())

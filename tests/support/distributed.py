@@ -122,6 +122,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "alc": {"alc": 3},
     "one backward": {"clipping": "flat", "grad_sample_mode": "bk"},
     "one backward, few": {"clipping": "flat", "grad_sample_mode": "bk", "samples": 20},
+    "gbc, users": {"unit": [i % 31 for i in range(120)], "mini_batch_size": 3},
+    "one backward, users": {
+        "clipping": "flat",
+        "grad_sample_mode": "bk",
+        "unit": [i // 7 for i in range(120)],
+        "mini_batch_size": 4,
+    },
+    "one backward, views": {"clipping": "flat", "grad_sample_mode": "bk", "views": 3},
 }
 
 
@@ -323,6 +331,11 @@ def refusals() -> dict[str, Any]:
         "chunks": _message(chunks),
         "private": _message(lambda: Training(parallel=True, norm=True, batch_norm="private")),
         "different": _message(lambda: Training(parallel=True, noise_multiplier=1.0 + dist.get_rank())),
+        "different users": _message(
+            lambda: Training(
+                parallel=True, unit=[(i + dist.get_rank()) // 4 for i in range(120)], mini_batch_size=3
+            )
+        ),
     }
 
 

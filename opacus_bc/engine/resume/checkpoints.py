@@ -80,9 +80,11 @@ class Checkpoints:
         if not isinstance(path, (str, os.PathLike)):
             write(path)
             return
+        if parts.run is not None and parts.run.users is not None:
+            files.write_beside(path, files.OWNERS, content[files.KEY]["id"], parts.run.users.fingerprint())
         exact = exact and _can_be_exact(parts.run)
         if exact:
-            files.write_secret(path, content[files.KEY]["id"], random_state(parts.run))
+            files.write_beside(path, files.SECRET, content[files.KEY]["id"], random_state(parts.run))
         files.write_atomically(path, write, mode=0o666)
         if not exact:  # states of an overwritten checkpoint serve nobody but an attacker
             files.secret_path(path).unlink(missing_ok=True)
@@ -102,8 +104,9 @@ class Checkpoints:
         content = files.read(path, **torch_load_kwargs)
         own = content.get(files.KEY)
         state = own["run"] if own else None
-        if run is not None and state is not None:
+        if run is not None and own and state is not None:
             check_run_state(run, state)
+            _check_owners(run, path, own["id"])
         self._check_history(content["privacy_accountant_state_dict"], own, parts)
         streams = files.read_secret(path, own["id"]) if own and secret else None
         if run is not None and run.ranks is not None:
@@ -134,6 +137,30 @@ class Checkpoints:
         """What was booked after a load is this engine's own: another continuation does not know it."""
         if self._adopted is not None and self._adopted != list(accountant.history):
             self._identity, self._adopted = secrets.token_hex(16), None
+
+
+def _check_owners(run: Run, path: Any, identity: str) -> None:
+    """Refuse to go on with other users than those of the checkpoint, who were protected so far."""
+    if run.users is None:
+        return
+    if not isinstance(path, (str, os.PathLike)):
+        warnings.warn(
+            "the checkpoint does not lie under a path, so nothing tells whether unit= names the same users "
+            "as before: epsilon holds only if it does",
+            stacklevel=users_level(),
+        )
+        return
+    before = files.read_beside(path, files.OWNERS, identity)
+    if before is None:
+        raise ValueError(
+            f"{files.beside(path, files.OWNERS)} is missing, which tells whether unit= names the same users "
+            "as before: copy it together with the checkpoint"
+        )
+    if before != run.users.fingerprint():
+        raise ValueError(
+            "unit= does not give the samples to the same users as in the checkpoint, so nobody would be "
+            "protected by both parts of the training: pass the same ids for the same data"
+        )
 
 
 def _can_be_exact(run: Run | None) -> bool:

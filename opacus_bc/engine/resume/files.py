@@ -2,7 +2,8 @@
 
 A checkpoint is an ordinary ``torch.save`` file with Opacus's keys and one of ours, ``"opacus_bc"``. Generator
 states do not go into it: whoever holds them knows past and future noise. They go into a file of their own,
-``<path>.secret``, which only its owner can read.
+``<path>.secret``, which only its owner can read. The fingerprint of users' ids goes into ``<path>.owners`` in
+the same way: with it, who knows all users but one could find out whether that one is there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from opacus_bc.mechanism.fingerprint import fingerprint
 
 KEY = "opacus_bc"
+SECRET, OWNERS = ".secret", ".owners"  # files beside a checkpoint that only its owner can read
 FORMAT = 5
 
 
@@ -116,44 +118,56 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def beside(path: str | os.PathLike[str], suffix: str) -> Path:
+    """Where that is kept which belongs to a checkpoint and must not be in it."""
+    return Path(f"{os.fspath(path)}{suffix}")
+
+
 def secret_path(path: str | os.PathLike[str]) -> Path:
     """Where the generator states of a checkpoint are kept."""
-    return Path(f"{os.fspath(path)}.secret")
+    return beside(path, SECRET)
 
 
-def write_secret(path: str | os.PathLike[str], identity: str, state: Mapping[str, Any]) -> None:
-    """Add generator states for the checkpoint ``identity`` that is about to be written to ``path``.
+def write_beside(path: str | os.PathLike[str], suffix: str, identity: str, state: Any) -> None:
+    """Add what belongs to the checkpoint ``identity`` that is about to be written to ``path``.
 
-    The states of the checkpoint that lies there now are kept beside them, so that a process killed between
-    this call and the next still finds the ones that match; older ones are dropped.
+    What belongs to the checkpoint that lies there now is kept beside it, so that a process killed between
+    this call and the next still finds the one that matches; older ones are dropped.
     """
-    states = {identity: dict(state)}
+    states = {identity: state}
     try:
         current = torch.load(path, weights_only=True, mmap=True)[KEY]["id"]
-        states[current] = _read_secret(path)[current]
+        states[current] = _read_beside(path, suffix)[current]
     except Exception:  # no file, a stock one, a damaged one: nothing to keep
-        states = {identity: dict(state)}
+        states = {identity: state}
     # Its fingerprint stays in this file: seeds have few bits, so a hash elsewhere would give them away.
     content = {"states": states, "sha256": fingerprint(states)}
-    write_atomically(secret_path(path), lambda file: torch.save(content, file), mode=0o600)
+    write_atomically(beside(path, suffix), lambda file: torch.save(content, file), mode=0o600)
+
+
+def read_beside(path: Any, suffix: str, identity: str) -> Any:
+    """What belongs to the checkpoint ``identity``, or None if there is nothing."""
+    if not isinstance(path, (str, os.PathLike)) or not beside(path, suffix).exists():
+        return None
+    try:
+        return _read_beside(path, suffix).get(identity)
+    except Exception as error:
+        fresh = ". Delete it to resume with fresh randomness; epsilon will be right all the same"
+        raise CheckpointError(
+            f"{beside(path, suffix)} cannot be read ({_first_line(error)}). Nothing was changed"
+            + (fresh if suffix == SECRET else "")
+        ) from error
 
 
 def read_secret(path: Any, identity: str) -> dict[str, Any] | None:
     """The generator states that belong to the checkpoint ``identity``, or None if there are none."""
-    if not isinstance(path, (str, os.PathLike)) or not secret_path(path).exists():
-        return None
-    try:
-        return _read_secret(path).get(identity)
-    except Exception as error:
-        raise CheckpointError(
-            f"{secret_path(path)} cannot be read ({_first_line(error)}). Nothing was changed. Delete it to "
-            "resume with fresh randomness; epsilon will be right all the same"
-        ) from error
+    states: dict[str, Any] | None = read_beside(path, SECRET, identity)
+    return states
 
 
-def _read_secret(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    content = torch.load(secret_path(path), weights_only=True)
-    states: dict[str, dict[str, Any]] = content["states"]
+def _read_beside(path: str | os.PathLike[str], suffix: str) -> dict[str, Any]:
+    content = torch.load(beside(path, suffix), weights_only=True)
+    states: dict[str, Any] = content["states"]
     if fingerprint(states) != content["sha256"]:
         raise ValueError("it does not match its fingerprint")
     return states

@@ -24,17 +24,20 @@ def run_state(run: Run) -> dict[str, Any]:
 def _constants(run: Run) -> dict[str, Any]:
     """In what a resumed run must agree with its checkpoint."""
     return {
+        "protects": run.plan.protected,
         "optimizer": type(run.optimizer.original_optimizer).__name__,
         "clipping": run.clipping,
         "sampling": run.plan.kind,
         "mini_set_size": run.plan.clipped_together,
         "dataset_size": run.plan.dataset_size,
         "steps_per_epoch": run.plan.steps_per_epoch,
+        "views": run.plan.views,
         "planned_steps": run.optimizer.licence.planned_steps,
         "start": run.start,
     }
 
 
+_OF_OLD = {"protects": "sample", "views": 1}  # what checkpoints mean that do not say it
 _OTHERWISE = {
     "planned_steps": "pass the same epochs. Noise cannot be calibrated anew for steps that were made; "
     "training on beyond them is possible, and epsilon then grows above target_epsilon",
@@ -45,9 +48,10 @@ _OTHERWISE = {
 def check_run_state(run: Run, state: dict[str, Any]) -> None:
     """Refuse a checkpoint of another set-up and say what differs; changes nothing."""
     for name, now in _constants(run).items():
-        if state[name] != now:
+        before = state.get(name, _OF_OLD.get(name))
+        if before != now:
             raise ValueError(
-                f"the checkpoint was written with {name}={state[name]!r}, this run has {now!r}: "
+                f"the checkpoint was written with {name}={before!r}, this run has {now!r}: "
                 + _OTHERWISE.get(name, "call make_private with the same arguments and data")
             )
     run.policy.check_state(state["batch_norm"])

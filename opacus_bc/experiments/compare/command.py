@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opacus_bc.experiments.compare import presets, report
+from opacus_bc.experiments.compare.facts import facts
 from opacus_bc.experiments.compare.plan import Plan, make_plan
 from opacus_bc.experiments.compare.presets import Setting
 from opacus_bc.experiments.compare.request import FineTuning, Images
@@ -158,24 +159,7 @@ def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
         raise ValueError("no method could be trained: " + "; ".join(f"{k}: {v}" for k, v in failures.items()))
     measured = _measure(plan, table, results) if costs else {}
     return report.Comparison(
-        facts={
-            "command": plan.command(tune=tune),
-            "dataset": Path(plan.source.dataset).name,
-            "model": plan.model,
-            "private_size": len(found.private),
-            "public_size": len(found.public),
-            "test_size": len(found.test),
-            "epochs": plan.epochs,
-            "seeds": plan.seeds,
-            "epsilon": list(plan.budgets),
-            "delta": plan.delta,
-            "optimizer": "SGD with momentum 0.9, constant learning rate, no augmentation",
-            "individual clipping": "by one backward (grad_sample_mode='bk'), for stock rows too: equal sums"
-            if plan.weights
-            else "in chunks of about 32 MB of per-sample gradients",
-            "sampling": "Poisson, unless the adjacency column says otherwise",
-            **({"start": _start(plan)} if plan.weights else {}),
-        },
+        facts=facts(plan, found, tune=tune),
         rows=make_rows(finished, measured),
         tuned=tune,
         tuned_on_public=tune and bool(plan.weights),
@@ -216,15 +200,6 @@ def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> d
     write_json(store.cell(cell), result)
     checkpoint.unlink(missing_ok=True)
     return result
-
-
-def _start(plan: Plan) -> str:
-    """What fine-tuning starts from, in words."""
-    first = f" from {plan.train_from} on (what lies before is frozen)" if plan.train_from else ""
-    return (
-        f"weights {plan.weights}, images of {plan.source.image_size} pixels, trained: {plan.train}{first}, "
-        "unless a method says otherwise"
-    )
 
 
 def _tuned_on_public(

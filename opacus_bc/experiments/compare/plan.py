@@ -26,6 +26,7 @@ from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import NAMES, Data, Source, limited
 from opacus_bc.experiments.training.methods import BASELINE, DEFAULT, PRETRAINED, Method, Train, select
 from opacus_bc.experiments.training.store import Store
+from opacus_bc.experiments.training.timm_networks import TIMM
 from opacus_bc.mechanism.fingerprint import fingerprint as nested_fingerprint
 
 
@@ -210,7 +211,7 @@ def fingerprint(own_data: Data | None, own_model: str | None, weights: Path | No
 
     Empty without either; a model is known by the source of the module that its factory is in.
     """
-    if own_model is not None and own_model.startswith(models.TIMM):
+    if own_model is not None and own_model.startswith(TIMM):
         own_model = None  # its name says it all
     if own_data is None and own_model is None and weights is None:
         return ""

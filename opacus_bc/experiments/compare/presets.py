@@ -76,6 +76,9 @@ _MNIST = Preset(
         "mini-sets": Setting(batch_size=2048, lr=0.25, clip=0.3),
         "gbc-4": Setting(batch_size=2048, lr=0.45, clip=0.3),
         "gbc-16": Setting(batch_size=2048, lr=0.17, clip=0.3),
+        "user-ic": Setting(batch_size=100, lr=0.5, clip=0.5),
+        "user-gbc": Setting(batch_size=100, lr=0.5, clip=0.5),
+        "user-fedavg": Setting(batch_size=100, lr=0.5, clip=0.5),
     },
 )
 _CIFAR10 = Preset(
@@ -144,7 +147,9 @@ def fitted(setting: Setting, method: Method, private_size: int) -> Setting:
     >>> fitted(Setting(batch_size=2048, lr=1.0), METHODS["gbc-8"], 1350).batch_size
     1344
     """
-    size = min(setting.batch_size, private_size)
+    size = min(setting.batch_size, method.users or private_size)
+    if method.users:
+        return Setting(batch_size=size, lr=setting.lr, clip=setting.clip)
     unit = method.mini_set or (1 if method.clipping == "flat" else 2)
     size = max(unit, size - size % unit)
     return Setting(batch_size=size, lr=setting.lr, clip=setting.clip)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from opacus_bc.accounting.events import check_count
 from opacus_bc.experiments.compare import presets
-from opacus_bc.experiments.training import models
 from opacus_bc.experiments.training.data import Source
 from opacus_bc.experiments.training.methods import Train
+from opacus_bc.experiments.training.timm_networks import TIMM
 
 IMAGE_SIZE = 96  # pixels, for pretrained networks
 
@@ -66,7 +66,7 @@ class FineTuning:
     def check(self, model: str | None) -> None:
         """Raise a ValueError that names the option: those of pretrained networks come together."""
         if self.weights is None:
-            if model is not None and model.startswith(models.TIMM):
+            if model is not None and model.startswith(TIMM):
                 raise ValueError(f"--model {model}: needs --weights FILE, the state dict to start from")
             given = {"--image-size": self.image_size, "--train-from": self.train_from or None}
             given["--train"] = self.train if self.train != "all" else None

@@ -8,10 +8,14 @@ statistics leak), and the update is
 with k = 1 mini-set of m samples (batch clipping) or k = m mini-sets of one sample each (individual clipping,
 forward passes one by one). It exists to compare our numbers with published ones; `opacus_bc.PrivacyEngine`
 refuses such draws and cannot be made to use this module.
+
+Two other readings of the description can be tried: bounds that a model trained on public data alone gives
+once and for all, and noise that is added to one update of each epoch only.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler
 
 from opacus_bc import ALC
@@ -29,6 +34,8 @@ from opacus_bc.mechanism.blocks import Block
 from opacus_bc.mechanism.clipping import add_scaled_, clip_coefficients
 from opacus_bc.mechanism.noise import TorchNoise
 from opacus_bc.mechanism.rules import ClipRule, FlatClipping
+
+PUBLIC_EPOCHS = 5  # of the model whose norms are the bounds, in that reading
 
 
 class WithReplacement(Sampler[list[int]]):
@@ -71,11 +78,14 @@ class PublishedOptimizer:
         max_grad_norm: float,
         mini_sets: int,
         noise: TorchNoise,
+        noise_every: int = 1,
     ) -> None:
         self.plain, self.named, self.rule = plain, named, rule
         self.noise_multiplier, self.max_grad_norm = noise_multiplier, max_grad_norm
         self.mini_sets, self.noise = mini_sets, noise
         self.adaptive = rule if isinstance(rule, AdaptiveClipping) else None
+        self._noise_every = noise_every  # updates; the first of so many is noised
+        self._updates = 0
         self._seen = 0
         self._blocks: list[Block] = []
         self._sums: list[Tensor] = []
@@ -112,8 +122,11 @@ class PublishedOptimizer:
 
     def _update(self, parameters: list[nn.Parameter]) -> None:
         stds = [block.noise_std for block in self._blocks for _ in block.names]
+        noised = self._updates % self._noise_every == 0
+        self._updates += 1
         for p, total, std in zip(parameters, self._sums, stds, strict=True):
-            self.noise.add_(total.detach(), std)
+            if noised:
+                self.noise.add_(total.detach(), std)
             p.grad = total.detach() / self.mini_sets
         self.plain.step()
         if self.adaptive is not None:
@@ -130,9 +143,10 @@ def published(
     rule: ClipRule = FlatClipping(unit="mini-set", adjacency="replace one")
     if cell.method.alc is not None:
         public = DataLoader(data.public, batch_size=min(256, len(data.public)))
+        fixed = cell.reading == "bounds of a public model"
         rule = AdaptiveClipping(
-            ALC(public, **asdict(cell.method.alc)),
-            model,
+            ALC(public, **asdict(cell.method.alc), refresh="once" if fixed else "epoch"),
+            trained_on_public_data(cell, data, model) if fixed else model,
             [name for name, _ in named],
             unit="mini-set",
             adjacency="replace one",
@@ -148,5 +162,20 @@ def published(
         max_grad_norm=cell.clip,
         mini_sets=cell.batch_size // cell.unit,
         noise=TorchNoise(streams["noise"]),
+        noise_every=sampler.steps if cell.reading == "noise once an epoch" else 1,
     )
     return optimizer, DataLoader(data.private, batch_sampler=sampler)
+
+
+def trained_on_public_data(cell: Cell, data: Data, model: nn.Module) -> nn.Module:
+    """A copy of the model after some epochs of plain SGD on the public data, from the cell's seed."""
+    trained = copy.deepcopy(model).train()
+    optimizer = optim.SGD(trained.parameters(), lr=cell.lr)
+    order = torch.Generator().manual_seed(cell.seed)
+    loader = DataLoader(data.public, batch_size=cell.batch_size, shuffle=True, generator=order)
+    for _ in range(PUBLIC_EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(trained(x), y))
+            optimizer.step()
+    return trained

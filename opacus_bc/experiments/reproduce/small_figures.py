@@ -7,6 +7,7 @@ from functools import partial
 
 from opacus_bc.experiments.reproduce.specs import Claim, Published, Run, Spec
 from opacus_bc.experiments.reproduce.sweeps import BATCHES, prints, schedules, sweep
+from opacus_bc.experiments.training.cells import Reading
 
 _convnet = partial(Spec, model="convnet", dataset="cifar10")
 _lenet = partial(Spec, model="bn_lenet5", dataset="mnist")
@@ -129,7 +130,19 @@ CONVNET: tuple[Spec, ...] = (
     ),
 )
 
-_AT_2_5 = replace(_LENET, sigma=2.5, paper=prints(50.38))
+_AT_2_5 = replace(_LENET, label="σ = 2.5", sigma=2.5, paper=prints(50.38))
+
+
+def _readings(run: Run) -> tuple[Run, ...]:
+    """Other ways to understand how the paper's runs were made; none of them is private."""
+    base = replace(run, variants=("paper",))
+    readings: tuple[Reading, ...] = ("bounds of a public model", "noise once an epoch")
+    return (
+        *(replace(base, label=f"{run.label}, {reading}", reading=reading) for reading in readings),
+        replace(base, label=f"{run.label}, L by tensor, plateau", layers="parameter", plateau=True),
+    )
+
+
 LENET: tuple[Spec, ...] = (
     _lenet(
         id="fig11",
@@ -179,6 +192,8 @@ LENET: tuple[Spec, ...] = (
                 variants=("paper", "sound", "unprotected"),  # "code" clips by tensor anyway
             ),
             replace(_AT_2_5, label="σ = 2.5, noise divided by m", sigma=2.5 / 64, variants=("paper", "code")),
+            *_readings(_AT_2_5),
+            *_readings(replace(_LENET, label="σ = 1.5", sigma=1.5, paper=prints(67, about=True))),
         ),
         claims=(Claim(words="accuracy falls with noise", above=("σ = 0.5", "σ = 1.5", "σ = 2.5")),),
     ),

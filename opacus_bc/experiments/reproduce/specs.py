@@ -8,7 +8,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
-from opacus_bc.experiments.training.cells import Cell
+from opacus_bc.experiments.training.cells import Cell, Reading
 from opacus_bc.experiments.training.methods import Layerwise, Method
 from opacus_bc.experiments.training.models import NORM_FIRST, Norm
 from opacus_bc.mechanism.layerwise import Rule
@@ -58,6 +58,9 @@ class Run:
         record_norms: Whether layer norms are kept.
         core: Whether ``--core`` runs it.
         variants: The only variants that make sense for it; empty means all.
+        plateau: Whether the step size falls only after an epoch that did not raise test accuracy, as in
+            variant "code".
+        reading: Another way to understand the paper's description; see `as_published`.
     """
 
     label: str
@@ -75,6 +78,8 @@ class Run:
     record_norms: bool = False
     core: bool = False
     variants: tuple[Variant, ...] = ()
+    plateau: bool = False
+    reading: Reading = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +202,8 @@ def cell_of(
         norm=run.norm,
         limit=limit,
         published=run.mode != "none" and variant in ("paper", "code"),
-        lr_on_plateau=variant == "code",
+        lr_on_plateau=variant == "code" or run.plateau,
+        reading=run.reading,
         record_norms=run.record_norms,
         channels_last=run.mode != "ic" or variant != "sound",  # Opacus's hooks take weights as they come
     )

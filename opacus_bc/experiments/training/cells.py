@@ -9,6 +9,8 @@ from opacus_bc.experiments.training.methods import Method, Train
 from opacus_bc.experiments.training.models import Norm
 from opacus_bc.experiments.training.store import LATER
 
+Reading = Literal["", "bounds of a public model", "noise once an epoch"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -46,6 +48,8 @@ class Cell:
         train_from: Name of its first layer that does; what lies before is frozen. Empty: no such limit.
         trial: Whether this is a short run on public images alone, to choose settings by.
         channels_last: Whether the weights are laid out channels last, which is faster for convolutions.
+        reading: Another way to understand the paper's description; see
+            `opacus_bc.experiments.reproduce.as_published`. Empty: as printed.
     """
 
     method: Method
@@ -72,6 +76,7 @@ class Cell:
     record_norms: bool = field(default=False, metadata=LATER)
     content: str = field(default="", metadata=LATER)
     channels_last: bool = field(default=False, metadata=LATER)
+    reading: Reading = field(default="", metadata=LATER)
     weights: str = field(default="", metadata=LATER)
     image_size: int | None = field(default=None, metadata=LATER)
     train: Train = field(default="all", metadata=LATER)
@@ -80,8 +85,15 @@ class Cell:
 
     @property
     def unit(self) -> int:
-        """Samples that are clipped together."""
+        """Samples that are clipped together (of a user, at most)."""
+        if self.method.users:
+            return self.method.mini_set or 1
         return 1 if self.method.clipping == "flat" else self.method.mini_set or self.batch_size
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that a step clips; of users ``batch_size``."""
+        return self.batch_size if self.method.users else self.batch_size // self.unit
 
     def __post_init__(self) -> None:
         given = (self.epsilon is not None) + (self.noise_multiplier is not None)
@@ -93,3 +105,5 @@ class Cell:
             )
         if self.published and self.noise_multiplier is None:
             raise ValueError("published=True has no budget: give noise_multiplier, and a method with noise")
+        if self.reading and not self.published:
+            raise ValueError(f"reading={self.reading!r} is not private: it goes with published=True")

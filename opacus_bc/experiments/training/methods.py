@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from opacus_bc.accounting.events import ADJACENCY
 from opacus_bc.experiments.training.store import LATER
 from opacus_bc.mechanism.layerwise import Apply, NoiseName, Rule
-from opacus_bc.mechanism.names import Sampling
+from opacus_bc.mechanism.names import Sampling, event_kind
 
 Family = Literal["plain", "individual", "batch", "mini-sets"]
 Train = Literal["all", "norm+head", "head", "convolutions+head"]
@@ -45,6 +45,10 @@ class Method:
         differentiate: See `opacus_bc.PublicStatistics`.
         alc: Layerwise bounds from the public part, if any.
         sampling: How a step's samples are drawn; decides the adjacency.
+        grad_sample_mode: How ``"flat"`` makes per-sample gradients, as `opacus_bc.PrivacyEngine` takes it.
+        users: Made-up users among whom the private images are dealt out, and who are protected; 0 protects
+            images. ``mini_set`` is then the most images of a user in a step, and batch sizes count users.
+        local_steps: Steps of DP-FedAvg on a user's images, whose weight change is clipped; 0 clips gradients.
         train: Which parameters of a pretrained network move, whatever the cell says; None leaves it to that.
     """
 
@@ -58,6 +62,9 @@ class Method:
     differentiate: bool = False
     alc: Layerwise | None = None
     sampling: Sampling = "poisson"
+    grad_sample_mode: Literal["hooks", "bk"] = field(default="hooks", metadata=LATER)
+    users: int = field(default=0, metadata=LATER)
+    local_steps: int = field(default=0, metadata=LATER)
     train: Train | None = field(default=None, metadata=LATER)
 
     @property
@@ -72,7 +79,12 @@ class Method:
     @property
     def adjacency(self) -> str:
         """What neighbouring data sets are; epsilons under different adjacencies cannot be compared."""
-        return ADJACENCY[self.sampling] if self.private else "none"
+        kind = event_kind(self.sampling, "user" if self.users else "sample")
+        return ADJACENCY[kind] if self.private else "none"
+
+
+def _one_backward(name: str, title: str, **kwargs: Any) -> Method:
+    return Method(name=name, title=title, grad_sample_mode="bk", **kwargs)
 
 
 def _batch(name: str, title: str, alc: Layerwise | None = None, sampling: Sampling = "poisson") -> Method:
@@ -89,10 +101,14 @@ def _mini_sets(size: int, *, scale: bool = False) -> Method:
     )
 
 
+def _of_users(name: str, title: str, local_steps: int = 0) -> Method:
+    return Method(name=name, title=title, clipping="batch", mini_set=8, users=1000, local_steps=local_steps)
+
+
 _ALL = (
     Method(name="no-dp", title="no privacy", private=False, batch_norm=None),
     Method(name="opacus", title="Opacus IC, GroupNorm", group_norm=True, batch_norm=None),
-    Method(name="ic", title="IC, public BatchNorm"),
+    _one_backward("ic", "IC, public BatchNorm"),
     _batch("bc", "BC"),
     _batch("bc-alc", "BC + ALC by module", Layerwise()),
     _batch("bc-alc-tensor", "BC + ALC by tensor", Layerwise(layers="parameter")),
@@ -107,21 +123,23 @@ _ALL = (
 _ON_REQUEST = (
     _mini_sets(16, scale=True),
     _batch("bc-alc-partition", "BC + ALC, fixed partition (replace one)", Layerwise(), sampling="partition"),
-    Method(name="ic-alc", title="IC + ALC, public BatchNorm", alc=Layerwise()),
-    Method(name="ic-diff", title="IC, public BN differentiated", differentiate=True),
+    _one_backward("ic-alc", "IC + ALC, public BatchNorm", alc=Layerwise()),
+    _one_backward("ic-diff", "IC, public BN differentiated", differentiate=True),
+    Method(name="ic-hooks", title="IC, public BatchNorm, hooks"),
+    _one_backward("user-ic", "IC of users, at most 8 images", mini_set=8, users=1000),
+    _of_users("user-gbc", "GBC of users, at most 8 images"),
+    _of_users("user-fedavg", "DP-FedAvg, 3 local steps", local_steps=3),
 )
 
-# What people do with pretrained networks. The first three are open to users of stock Opacus.
+# What people do with pretrained networks. The first three are open to users of stock Opacus, whose hooks make
+# the same clipped sums; depthwise convolutions take them seconds a layer, so one backward makes them here.
 _FINE_TUNING = (
-    Method(name="swap", title="Opacus IC, GroupNorm swap", group_norm=True, batch_norm=None),
-    Method(name="stock-head", title="Opacus IC, head on frozen features", batch_norm="frozen", train="head"),
-    Method(
-        name="stock-conv",
-        title="Opacus IC, BatchNorm all frozen",
-        batch_norm="frozen",
-        train="convolutions+head",
+    _one_backward("swap", "Opacus IC, GroupNorm swap", group_norm=True, batch_norm=None),
+    _one_backward("stock-head", "Opacus IC, head on frozen features", batch_norm="frozen", train="head"),
+    _one_backward(
+        "stock-conv", "Opacus IC, BatchNorm all frozen", batch_norm="frozen", train="convolutions+head"
     ),
-    Method(name="ic-frozen", title="IC, frozen BatchNorm", batch_norm="frozen"),
+    _one_backward("ic-frozen", "IC, frozen BatchNorm", batch_norm="frozen"),
 )
 _PROBES = (
     Method(name="probe", title="linear probe, no privacy", private=False, batch_norm=None, train="head"),

@@ -28,6 +28,8 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from opacus_bc.experiments.training.timm_networks import TIMM, timm_factory
+
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["tanh", "relu"]
 Order = Literal["conv-act-norm", "conv-norm-act"]
@@ -197,7 +199,6 @@ def resnet18(norm: Norm = "batch", *, in_channels: int = 3, num_classes: int = 1
 MODELS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {"bn_lenet5": bn_lenet5, "convnet": convnet, "resnet18": resnet18, "smallnet": smallnet}
 )
-TIMM = "timm:"  # before the name of one of timm's networks
 # The norm before the activation, as the authors' public code has it; keys of kept results hash these names.
 NORM_FIRST = "opacus_bc.experiments.reproduction.networks:"
 _KEPT_NAMES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
@@ -231,25 +232,6 @@ def replace_batch_norm(model: nn.Module, norm: Norm) -> nn.Module:
     return model
 
 
-def _timm(name: str) -> Callable[..., nn.Module]:
-    """The factory of a network of timm."""
-    try:
-        timm = importlib.import_module("timm")
-    except ImportError as error:
-        message = f"model {name!r}: needs timm: pip install 'opacus-bc[experiments]'"
-        raise ValueError(message) from error
-    network = name.removeprefix(TIMM)
-    if not timm.is_model(network):
-        near = timm.list_models(f"*{network}*")[:3]
-        raise ValueError(f"model {name!r}: timm {timm.__version__} has none of that name; near: {near}")
-
-    def create(num_classes: int = 1000) -> nn.Module:
-        created: nn.Module = timm.create_model(network, pretrained=False, num_classes=num_classes)
-        return created
-
-    return create
-
-
 def find_factory(name: str) -> Callable[..., nn.Module]:
     """What a name of `MODELS`, ``"timm:NAME"`` or ``"package.module:factory"`` stands for.
 
@@ -265,7 +247,7 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
             f"model {name!r}: not one of {known}, nor of the form 'package.module:factory' or 'timm:NAME'"
         )
     if name.startswith(TIMM):
-        return _timm(name)
+        return timm_factory(name)
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -197,7 +197,8 @@ class _Frozen:
 def _feature_key(cell: Cell, swapped: bool, *, head: bool) -> str:
     """Names everything that features depend on: cells that differ in the rest share them."""
     method = replace(
-        cell.method, name="", title="", private=False, clipping="flat", mini_set=None, batch_norm=None,
+        cell.method, name="", title="", private=False, grad_sample_mode="hooks",
+        clipping="flat", mini_set=None, batch_norm=None,
         alc=None, differentiate=False, sampling="poisson",
         group_norm=swapped, train="head" if head else None,
     )  # fmt: skip

@@ -80,7 +80,7 @@ def facts(
         "epsilon": epsilon if math.isfinite(epsilon) else None,
         "sigma_eff": float(training.optimizer.effective_noise_multiplier),
         "noise_factor": 1.0
-        if method.clipping == "flat"
+        if method.clipping == "flat" or method.users
         else noise_against_individual_clipping(cell.unit, adjacency=cast(Adjacency, method.adjacency)),
         "history": [list(entry) for entry in engine.accountant.history],
     }
@@ -107,7 +107,7 @@ def report(
         training.optimizer.blocks(),
         data.public,
         unit=cell.unit,
-        vectors=cell.batch_size // cell.unit,
+        vectors=cell.vectors,
         batch_statistics=cell.method.clipping == "batch",
     )
     return found

@@ -16,20 +16,22 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from opacus_bc import ALC, BatchMemoryManager, PrivacyEngine, PublicStatistics
+from opacus_bc import ALC, BatchMemoryManager, PrivacyEngine, PublicStatistics, local_update
 from opacus_bc.batch_norm.choices import statistics_modules
-from opacus_bc.draws.sources import FixedPartition, PoissonBins
+from opacus_bc.draws.sources import FixedPartition, PoissonBins, Spelled
 from opacus_bc.engine.resume.files import CheckpointError
 from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import Data, augment
 from opacus_bc.experiments.training.pretrained import start, trained_parameters
 from opacus_bc.experiments.training.store import read_checkpoint, write_checkpoint
+from opacus_bc.experiments.training.users import made_up_users
 
 PUBLIC_BATCH = 256
 # Individual clipping holds a gradient for every sample at once. Batches come in chunks of about this many
 # floats (32 MB), which stay nearer to the cache: on MNIST an epoch takes a third less time than in one piece.
 PER_SAMPLE_FLOATS = 8_000_000
 SMALLEST_CHUNK = 8
+LOCAL_LR = 0.2  # of DP-FedAvg's steps on a user's own images
 # With one backward it is activations that take memory: chunks of about 128 images of 96 x 96.
 PIXELS = 128 * 96 * 96
 
@@ -61,16 +63,18 @@ class Training:
             stream.manual_seed(seed)
         torch.manual_seed(seeds[-2])  # dropout and the like
         draws = getattr(self.loader, "draws", None)
-        if isinstance(draws, (PoissonBins, FixedPartition)):  # their numpy generator is their own
+        if isinstance(draws, (PoissonBins, FixedPartition, Spelled)) and draws.generator is not None:
+            # Their numpy generator is their own.
             draws.generator.bit_generator.state = np.random.Philox(seeds[-1]).state
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass over the private data, in physical batches."""
-        limit = self._chunk()
+        rows = (self.cell.method.mini_set or 1) if self.cell.method.users else 1
+        limit = max(self._chunk(), rows)
         individual = self.engine is not None and self.cell.method.family == "individual"
         with contextlib.ExitStack() as stack:
             loader: DataLoader[Any] = self.loader
-            if individual and limit < 2 * self.cell.batch_size:  # Poisson batches vary
+            if individual and limit < 2 * rows * self.cell.batch_size:  # Poisson batches vary
                 loader = stack.enter_context(
                     BatchMemoryManager(
                         data_loader=self.loader, max_physical_batch_size=limit, optimizer=self.optimizer
@@ -96,8 +100,11 @@ class Training:
     def step(self, x: Tensor, y: Tensor) -> None:
         """The usual four lines."""
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.forward(x), y)
-        torch.autograd.backward(loss)
+        if self.cell.method.local_steps:
+            losses = [lambda: F.cross_entropy(self.forward(x), y)] * self.cell.method.local_steps
+            local_update(self.forward, lambda params: optim.SGD(params, lr=LOCAL_LR), losses)
+        else:
+            torch.autograd.backward(F.cross_entropy(self.forward(x), y))
         self.optimizer.step()
 
     def save(self, path: Path, progress: dict[str, Any]) -> None:
@@ -233,13 +240,14 @@ def _make_private(
         "mini_batch_size": method.mini_set,
         "alc": None if method.alc is None else ALC(public, **asdict(method.alc)),
         "batch_norm": policy,
+        "grad_sample_mode": None if method.clipping == "batch" else method.grad_sample_mode,
         "sampling": method.sampling,
         "noise_generator": noise,
         # Public images that were cut off by index are not compared: real data sets hold equal images.
         "compare_public": data.public_apart and not cell.trial,
     }
-    if cell.weights and method.clipping == "flat":
-        arguments["grad_sample_mode"] = "bk"
+    if method.users:
+        arguments["unit"] = made_up_users(data.private.tensors[1].numpy(), method.users)
     if cell.noise_multiplier is not None:
         return engine.make_private(**arguments, noise_multiplier=cell.noise_multiplier)
     assert cell.epsilon is not None  # Cell has seen to it

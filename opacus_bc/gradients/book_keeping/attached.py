@@ -13,11 +13,12 @@ from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.check import check_exactness
 from opacus_bc.gradients.book_keeping.recording import Recording
 from opacus_bc.mechanism.types import Memo, State
+from opacus_bc.parallel.wrappers import is_compiled
 
 _CHECKED = 3  # forward passes
 COMPILED = (
     "grad_sample_mode='bk' does not go with torch.compile, which would not call the functions that are "
-    "watched: pass the plain module, or use clipping='batch'"
+    "watched: pass the plain module, or use grad_sample_mode='hooks' or clipping='batch'"
 )
 
 
@@ -46,7 +47,7 @@ class BookKeeping:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.book is None:
             return
-        if torch.compiler.is_compiling():
+        if _compiling() or is_compiled(module):
             raise BookKeepingError(COMPILED)
         self._drop_interrupted()
         if not (self.hooks_enabled and torch.is_grad_enabled() and self.book.open()):
@@ -78,7 +79,9 @@ class BookKeeping:
         book, self.book = self.book, None  # the forward passes of the check are not the batch's
         assert book is not None
         try:
-            self._checks_left -= check_exactness(module, args, kwargs, names=self._names, rows=book.rows)
+            self._checks_left -= check_exactness(
+                module, args, kwargs, names=self._names, rows=book.rows, instantiate=book.instantiate
+            )
         finally:
             self.book = book
 
@@ -99,3 +102,14 @@ class BookKeeping:
 
     def __getstate__(self) -> State:
         return {}
+
+
+def _compiling() -> bool:
+    """Whether torch.compile traces now, or will trace what is called next.
+
+    It runs a hook that it cannot trace by itself, and goes on tracing behind it.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    frames = torch._C._dynamo.eval_frame
+    return callable(getattr(frames, "get_eval_frame_callback", lambda: None)())

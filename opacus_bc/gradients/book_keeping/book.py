@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from opacus_bc.gradients.book_keeping.products import (
     WithTerms,
     with_terms,
 )
+from opacus_bc.mechanism.warn import users_level
 
 Note = Callable[..., None]
 CHECKPOINTED = (
@@ -55,6 +57,8 @@ class Book:
         names: The model's parameters and their names.
         trained: The parameters that the optimizer trains now.
         ledger: The record of deliveries.
+        instantiate: Whether norms are taken of instantiated gradients; None: where that is cheaper.
+        quiet: Whether nothing is said of functions that are differentiated row by row.
     """
 
     def __init__(
@@ -62,7 +66,12 @@ class Book:
         names: Mapping[nn.Parameter, str],
         trained: Callable[[], Iterable[nn.Parameter]],
         ledger: Deliveries,
+        *,
+        instantiate: bool | None = None,
+        quiet: bool = False,
     ) -> None:
+        self.instantiate = instantiate
+        self._quiet, self._told = quiet, set[str]()
         self.names = {id(p): name for p, name in names.items()}
         self._parameters = list(names)  # keeps the ids their own
         self._trained = trained
@@ -133,9 +142,10 @@ class Book:
         return value.requires_grad or value in self._samples
 
     def mark(self, value: object) -> None:
-        """Note that a tensor (or several) was computed from the batch."""
+        """Note that a tensor (or several) was computed from the batch; one with a gradient shows that."""
         if isinstance(value, Tensor):
-            self._samples[value] = True
+            if not value.requires_grad or self.is_parameter(value):
+                self._samples[value] = True
         elif isinstance(value, (tuple, list)):
             for each in value:
                 self.mark(each)
@@ -171,6 +181,17 @@ class Book:
         """A parameter's name."""
         return self.names.get(id(value), "a function of parameters")
 
+    def tell_of_rows(self, function: str, parameter: Tensor) -> None:
+        """Say once of every function that it has no rule."""
+        if self._quiet or function in self._told:
+            return
+        self._told.add(function)
+        warnings.warn(
+            f"{self.name_of(parameter)} meets the batch in {function}, which has no rule of its own: it is "
+            "differentiated row by row, which is exact and slower",
+            stacklevel=users_level(),
+        )
+
     # -- writing --------------------------------------------------------------------------------------------
 
     def tap(self, output: Tensor, note: Note, *saved: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -185,7 +206,8 @@ class Book:
                 f"a layer returned {shape[0] if shape else 'no'} rows for a batch of {self.rows} samples: "
                 "individual clipping needs one row for each sample in every layer. Frames, views or tokens "
                 "that are folded into the batch, and layers that run once for the whole batch, are not "
-                "samples; clipping='batch' does not need that"
+                "samples; clipping='batch' does not need that, and grad_sample_mode='hooks' lets Opacus's "
+                "recurrent layers drop the rows of packed sequences that have ended"
             )
         if _recomputed_later():
             raise BookKeepingError(CHECKPOINTED)

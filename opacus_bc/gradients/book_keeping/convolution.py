@@ -2,8 +2,7 @@
 
 A sample's weight gradient is B Aᵀ, where column t of A is the window of the input at output position t and
 column t of B the gradient of the output there. With T positions its squared norm is the sum of the entries of
-(AᵀA) ∘ (BᵀB), which needs T² numbers instead of the weight's. The Gram matrix of windows is a sum of shifted
-Gram matrices of *pixels*, one shift for each entry of the kernel.
+(AᵀA) ∘ (BᵀB), which needs T² numbers instead of the weight's.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from opacus_bc.gradients.book_keeping.grams import gram, gram_squares
+from opacus_bc.gradients.book_keeping.window_grams import Box, shifts, window_grams
 
-_PIECE = 2**17  # floats of a temporary: larger ones cost more in fresh pages than they save
+_PIECE = 2**18  # floats of a temporary: they stay in the cache
+_GROUPED = 2**21  # floats that torch's own weight gradient sees at once: each call costs it much
 _WIDE = 32  # input channels of a group from which torch's own grouped weight gradient is quick
 _SMALL = 2**16  # and entries of the weight up to which it is
 
@@ -73,15 +73,13 @@ class Convolution:
 
     def sample_gradients(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """Every sample's gradient of the weight, of shape (rows, *weight.shape)."""
-        result = grad.new_empty((len(x), *weight.shape))
         channels = x.shape[1] // self.groups
         depthwise = channels == 1 and self.groups > 1
-        if depthwise or (channels >= _WIDE and weight.numel() <= _SMALL):
-            make, floats = self._by_groups, math.prod(x.shape[1:]) + math.prod(grad.shape[1:])
-        else:
-            make, floats = self._by_windows, math.prod((x.shape[1], *self.kernel, *grad.shape[2:]))
-        for part in _pieces(len(x), floats):
-            result[part] = make(x[part], grad[part], weight)
+        if not (depthwise or (channels >= _WIDE and weight.numel() <= _SMALL)):
+            return self._by_windows(x, grad, weight)
+        result = grad.new_empty((len(x), *weight.shape))
+        for part in _pieces(len(x), math.prod(x.shape[1:]) + math.prod(grad.shape[1:]), most=_GROUPED):
+            result[part] = self._by_groups(x[part], grad[part], weight)
         return result
 
     def _by_groups(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
@@ -103,46 +101,42 @@ class Convolution:
         return found.view(rows, *weight.shape)
 
     def _by_windows(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-        """A copy of all windows, and one product of matrices for each sample and group."""
-        out = grad.shape[2:]
-        batches = len(x) * self.groups
-        a = self.windows(self.padded(x), out).reshape(batches, weight[0].numel(), -1)
-        b = grad.reshape(batches, weight.shape[0] // self.groups, -1)
-        return torch.bmm(b, a.transpose(1, 2)).view(len(x), *weight.shape)
+        """A copy of some samples' windows after the other, and a product of matrices for each and group."""
+        windows, b = self.windows(self.padded(x), grad.shape[2:]), grad.flatten(2)
+        entries, places = weight[0].numel(), b.shape[2]
+        result = grad.new_empty((len(x) * self.groups, weight.shape[0] // self.groups, entries))
+        pieces = list(_pieces(len(x), self.groups * entries * places))
+        buffer = x.new_empty((max((p.stop - p.start for p in pieces), default=0), *windows.shape[1:]))
+        for part in pieces:
+            rows = slice(part.start * self.groups, part.stop * self.groups)
+            a = buffer[: part.stop - part.start].copy_(windows[part]).view(-1, entries, places)
+            torch.bmm(b[part].reshape(len(a), -1, places), a.transpose(1, 2), out=result[rows])
+        return result.view(len(x), *weight.shape)
 
     def squares(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """What :func:`gram_squares` returns, of every sample's weight gradient."""
-        positions, pixels = math.prod(grad.shape[2:]), math.prod(self.padded(x[:1]).shape[2:])
+        box = Box(x.shape[2:], grad.shape[2:], self.stride)
         found = [(x.new_zeros(0, dtype=torch.float64),) * 2]
-        for part in _pieces(len(x), self.groups * max(pixels, positions) ** 2):
-            b = gram(grad[part].reshape(-1, grad.shape[1] // self.groups, positions))
-            found.append(gram_squares(self._window_grams(x[part], grad.shape[2:]), b, rows=len(x[part])))
+        for part in _pieces(len(x), self.groups * box.places**2):
+            b = gram(box.columns(self._apart(grad[part])))
+            found.append(gram_squares(self.window_grams(x[part], box), b, rows=len(b) // self.groups))
         values, lengths = zip(*found, strict=True)
         return torch.cat(values), torch.cat(lengths)
 
-    def _window_grams(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """AᵀA of every sample and group, of shape (rows * groups, T, T)."""
-        padded = self.padded(x)
-        image = padded.reshape(len(x) * self.groups, -1, *padded.shape[2:])
-        if math.prod(self.kernel) == 1 and set(self.stride) == {1}:
-            return gram(image.flatten(2))
-        total = image.new_zeros((len(image), *out, *out))
-        grams: dict[tuple[int, ...], Tensor] = {}
-        for shift in product(*map(range, self.kernel)):
-            places = [k * d for k, d in zip(shift, self.dilation, strict=True)]
-            # Windows of a strided convolution meet in pixels of one residue class only.
-            residue = tuple(place % s for place, s in zip(places, self.stride, strict=True))
-            if residue not in grams:
-                inside = tuple(slice(r, None, s) for r, s in zip(residue, self.stride, strict=True))
-                same = image[(slice(None), slice(None), *inside)]
-                grams[residue] = gram(same.flatten(2)).view(len(image), *same.shape[2:], *same.shape[2:])
-            starts = [place // s for place, s in zip(places, self.stride, strict=True)]
-            cut = tuple(slice(start, start + size) for start, size in zip(starts, out, strict=True))
-            total += grams[residue][(slice(None), *cut, *cut)]
-        return total.view(len(image), math.prod(out), math.prod(out))
+    def window_grams(self, x: Tensor, box: Box) -> Tensor:
+        """AᵀA of every sample and group, of shape (rows * groups, places, places)."""
+        along = [
+            shifts(*dimension)
+            for dimension in zip(self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        ]
+        return window_grams(self._apart(x), box, along)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Every sample's groups, one after the other."""
+        return x.reshape(len(x) * self.groups, -1, *x.shape[2:])
 
 
-def _pieces(rows: int, floats: int) -> Iterator[slice]:
-    """Rows in pieces whose temporaries have at most ``_PIECE`` floats."""
-    step = max(1, _PIECE // max(1, floats))
+def _pieces(rows: int, floats: int, *, most: int = _PIECE) -> Iterator[slice]:
+    """Rows in pieces whose temporaries have at most ``most`` floats."""
+    step = max(1, most // max(1, floats))
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))

@@ -17,7 +17,7 @@ _SHORT = 64  # products
 def gram(columns: Tensor) -> Tensor:
     """The inner products of all pairs of columns, matrix by matrix."""
     length, count = columns.shape[1:]
-    if count >= _FEW or length <= 2 * _SHORT or columns.dtype == torch.float64:
+    if not 0 < count < _FEW or length <= 2 * _SHORT or columns.dtype == torch.float64:
         return torch.bmm(columns.transpose(1, 2), columns)
     whole = length // _SHORT * _SHORT
     short = columns[:, :whole].reshape(-1, _SHORT, count)
@@ -38,7 +38,7 @@ def gram_squares(a: Tensor, b: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
         is at least the sum of their absolute values. Columns count as no shorter than what vanishes beside
         a rounding: the product of a huge and a tiny column need not be small.
     """
-    values = (a * b).sum((1, 2), dtype=torch.float64)
+    values = (a * b).sum(2).sum(1, dtype=torch.float64)  # float32 sums of a row are within the margin
     lengths = (_diagonal(a) * _diagonal(b)).sqrt().sum(1).square()
     return values.view(rows, -1).sum(1), lengths.view(rows, -1).sum(1)
 

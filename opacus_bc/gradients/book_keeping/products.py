@@ -90,6 +90,10 @@ class Joined:
         ]
         return cls(Rows(torch.cat(flat, 1)), shapes)
 
+    def only(self, keep: Tensor) -> Joined:
+        """The samples where ``keep`` is true."""
+        return Joined(self.entry.only(keep), self.shapes)
+
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """Every parameter's sum over samples of weight times gradient."""
         parts = torch.split(self.entry.weighted_sum(weights), [shape.numel() for shape in self.shapes])
@@ -178,7 +182,9 @@ class LinearProduct:
 
     def _factors(self) -> Tensor:
         # In float64: squares of what a huge input meets are too small for float32, and their product is not.
-        return row_norms(self.inputs.double()) * row_norms(self.grads.double())
+        a: Tensor = torch.linalg.vector_norm(self.inputs, dim=(1, 2), dtype=torch.float64)
+        b: Tensor = torch.linalg.vector_norm(self.grads, dim=(1, 2), dtype=torch.float64)
+        return a * b
 
     def along(self, direction: Tensor) -> Tensor:
         """See :class:`Product`."""

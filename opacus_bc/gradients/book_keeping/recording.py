@@ -38,8 +38,9 @@ class Recording(TorchFunctionMode):
         if self.over:  # an interrupted forward pass has left it behind
             return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
-        sampled = any(map(book.is_sample, given))
-        if not torch.is_grad_enabled() or not any(map(book.is_parameter, given)):
+        parameters = [book.is_parameter(value) for value in given]
+        sampled = any(book.is_sample(v) for v, own in zip(given, parameters, strict=True) if not own)
+        if not any(parameters) or not torch.is_grad_enabled():
             result = func(*args, **kwargs)
             if sampled:
                 book.mark(result)

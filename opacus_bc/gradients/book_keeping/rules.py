@@ -18,10 +18,10 @@ from torch.func import vjp, vmap
 
 from opacus_bc.batch_norm.gradients import (
     Upstream,
+    affine_gradients,
     constant_batch_norm,
     positions,
     statistics_gradients,
-    weight_gradients,
 )
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.convolution import Convolution
@@ -50,7 +50,7 @@ def linear(book: Book, input: Tensor, weight: Tensor, bias: Tensor | None = None
         b = _wide(grad).reshape(rows, -1, grad.shape[-1])
         if book.wants(weight):
             product = LinearProduct(_wide(held[0]).reshape(rows, -1, held[0].shape[-1]), b, weight.shape)
-            book.add(weight, _kept_or_not(product, weight.numel(), b.shape[1]))
+            book.add(weight, _kept_or_not(book, product, weight.numel(), b.shape[1]))
         if bias is not None and book.wants(bias):
             book.add(bias, Rows(b.sum(1)))
 
@@ -67,9 +67,10 @@ def _refuse_single(book: Book, input: Tensor, dimensions: int) -> None:
         )
 
 
-def _kept_or_not(product: Product, entries: int, positions: int, groups: int = 1) -> Entry:
+def _kept_or_not(book: Book, product: Product, entries: int, positions: int, groups: int = 1) -> Entry:
     """Instantiate now where that is cheaper than Gram matrices; the inputs are then free to go."""
-    if positions > 1 and entries <= _KEEP * groups * positions**2:
+    cheaper = positions > 1 and entries <= _KEEP * groups * positions**2
+    if cheaper if book.instantiate is None else book.instantiate:
         return Rows(product.rows())
     return product
 
@@ -100,20 +101,21 @@ def convolution(
     def note(grad: Tensor, *held: Tensor) -> None:
         b = _wide(grad)
         if book.wants(weight):
-            book.add(weight, _convolution_entry(shape, _wide(held[0]), b, _wide(weight.detach())))
+            book.add(weight, _convolution_entry(book, shape, _wide(held[0]), b, _wide(weight.detach())))
         if bias is not None and book.wants(bias):
             book.add(bias, Rows(b.flatten(2).sum(2)))
 
     return book.tap(output, note, *((input,) if book.wants(weight) else ()))
 
 
-def _convolution_entry(shape: Convolution, x: Tensor, grad: Tensor, weight: Tensor) -> Entry:
+def _convolution_entry(book: Book, shape: Convolution, x: Tensor, grad: Tensor, weight: Tensor) -> Entry:
     places = math.prod(grad.shape[2:])
     if places == 1 and shape.groups == 1:  # a linear layer on the only window
         window = shape.windows(shape.padded(x), grad.shape[2:]).reshape(len(x), 1, weight[0].numel())
-        return LinearProduct(window, grad.reshape(len(x), 1, -1), weight.shape)
+        linear = LinearProduct(window, grad.reshape(len(x), 1, -1), weight.shape)
+        return _kept_or_not(book, linear, weight.numel(), 1)
     product = ConvolutionProduct(shape, x, grad, weight)
-    return _kept_or_not(product, weight.numel(), places, shape.groups)
+    return _kept_or_not(book, product, weight.numel(), places, shape.groups)
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
@@ -230,10 +232,12 @@ def constants(
     upstream: tuple[Upstream, ...] = () if layer is None else layer.upstream
 
     def note(grad: Tensor, *held: Tensor) -> None:
-        b, inverse = _wide(grad), torch.rsqrt(var + eps)
-        into_bias, into_weight = positions(b).sum(2), None
+        b, into_weight = _wide(grad), None
         if held:
-            into_weight = weight_gradients(_wide(held[0]), b, mean, inverse)
+            inverse = torch.rsqrt(var + eps)
+            into_weight, into_bias = affine_gradients(_wide(held[0]), b, mean, inverse)
+        else:
+            into_bias = positions(b).sum(2)
         if weight is not None and book.wants(weight) and into_weight is not None:
             book.add(weight, Rows(into_weight))
         if bias is not None and book.wants(bias):
@@ -443,6 +447,7 @@ def row_by_row(
     output = call(plain, [flat[i] for i in batched])
     if not isinstance(output, Tensor):
         raise _no_rule(name, book, *used)
+    book.tell_of_rows(name, used[0])
 
     def note(grad: Tensor, *held: Tensor) -> None:
         def one(g: Tensor, *row: Tensor) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import opacus_bc
 from opacus_bc import PrivacyEngine
-from opacus_bc.experiments.reproduce.as_published import WithReplacement
+from opacus_bc.experiments.reproduce.as_published import WithReplacement, trained_on_public_data
 from opacus_bc.experiments.reproduce.as_published import published as recipe
 from opacus_bc.experiments.training import session
 from opacus_bc.experiments.training import train as loop
@@ -78,6 +78,45 @@ def test_noise_has_twice_the_bound_times_sigma_in_every_layer() -> None:
         noise = (a - b).detach() / cell.lr
         # A sample deviation of k >= 2000 normals is off by 8 % with probability < 2 exp(-0.08^2 k) < 1e-5.
         assert float(noise.std()) == pytest.approx(2 * bounds[n] * 0.5, rel=0.08)
+
+
+def test_bounds_of_a_public_model_come_from_public_data_alone_and_stay() -> None:
+    cell = published("bc-alc-tensor", model="smallnet", noise_multiplier=0.0, clip=0.1, epochs=2)
+    fixed = replace(cell, reading="bounds of a public model")
+    training = prepare(fixed, DATA)
+    first = [block.clip_bound for block in training.optimizer.blocks()]
+    assert first != [block.clip_bound for block in prepare(cell, DATA).optimizer.blocks()]
+    for epoch in range(2):
+        training.reseed(epoch)
+        for x, y in training.batches():
+            training.step(x, y)
+    assert [block.clip_bound for block in training.optimizer.blocks()] == first
+    trained = trained_on_public_data(fixed, DATA, training.model)
+    moved = [
+        not torch.equal(p, q) for p, q in zip(trained.parameters(), training.model.parameters(), strict=True)
+    ]
+    assert all(moved)
+
+
+def test_noise_once_an_epoch_is_noise_in_one_update_of_each_epoch() -> None:
+    cell = published("bc", model="smallnet", reading="noise once an epoch")
+    training, noisy = prepare(cell, DATA), []
+    for epoch in range(2):
+        training.reseed(epoch)
+        before = training.streams["noise"].get_state()
+        for x, y in training.batches():
+            training.step(x, y)
+            after = training.streams["noise"].get_state()
+            noisy.append(not torch.equal(before, after))
+            before = after
+    steps = len(noisy) // 2
+    assert steps > 1
+    assert noisy == ([True] + [False] * (steps - 1)) * 2
+
+
+def test_other_readings_never_pass_for_private() -> None:
+    with pytest.raises(ValueError, match="not private"):
+        tiny_cell("bc", reading="noise once an epoch")
 
 
 def test_draws_are_independent_and_with_replacement() -> None:

@@ -58,6 +58,20 @@ def test_a_rule_that_is_wrong_for_this_model_is_found_before_anything_is_release
     assert torch.equal(weights(model), before)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bias_whose_gradient_is_nothing_but_rounding_is_no_mistake(seed: int) -> None:
+    """GroupNorm with a group for each channel takes the convolution's bias back: its gradient is zero."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(392, 2)
+    )
+    data = TensorDataset(3 * torch.randn(16, 3, 32, 32), torch.arange(16) % 2)
+    wrapper, optimizer, loader = private(model, data=data)
+    for x, y in loader:
+        cross_entropy(wrapper, x, y).backward()
+        optimizer.step()
+
+
 class Gradual(nn.Module):
     """A model with dropout, a buffer that would move, and public BatchNorm behind an activation."""
 

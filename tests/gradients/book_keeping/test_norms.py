@@ -13,6 +13,7 @@ from torch import Tensor
 from opacus_bc.gradients.book_keeping.convolution import Convolution
 from opacus_bc.gradients.book_keeping.grams import _UNITS, gram, gram_squares
 from opacus_bc.gradients.book_keeping.products import ConvolutionProduct, LinearProduct, Product
+from opacus_bc.gradients.book_keeping.window_grams import Box
 from opacus_bc.mechanism.clipping import _NORM_MARGIN
 
 MARGIN = 1 + _NORM_MARGIN  # what is taken off every clip bound
@@ -169,8 +170,8 @@ def test_gram_matrices_of_windows_are_within_their_margin_of_the_truth(channels:
     generator = torch.Generator().manual_seed(side)
     x = torch.rand(1, channels, side, side, generator=generator) + 1  # all of one sign: rounding adds up
     shape = Convolution(kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
-    found = shape._window_grams(x, (side, side)).double()
-    exact = shape._window_grams(x.double(), (side, side))
+    box = Box((side, side), (side, side), (1, 1))
+    found, exact = shape.window_grams(x, box).double(), shape.window_grams(x.double(), box)
     lengths = exact.diagonal(dim1=1, dim2=2).sqrt()
     assert bool(((found - exact).abs() <= _UNITS / 2 * EPS * lengths[:, :, None] * lengths[:, None]).all())
 

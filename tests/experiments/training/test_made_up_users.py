@@ -1,0 +1,43 @@
+"""The comparison of methods deals images out to made-up users and protects them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from opacus_bc.experiments.compare.presets import Setting, fitted
+from opacus_bc.experiments.training.cells import Cell
+from opacus_bc.experiments.training.data import limited, load
+from opacus_bc.experiments.training.methods import METHODS
+from opacus_bc.experiments.training.train import train
+from opacus_bc.experiments.training.users import made_up_users
+
+
+def test_everybody_has_images_and_the_draw_is_repeatable() -> None:
+    labels = np.arange(200) % 5
+    ids = made_up_users(labels, 40, seed=1)
+    assert set(ids.tolist()) == set(range(40))
+    assert np.array_equal(ids, made_up_users(labels, 40, seed=1))
+    assert np.bincount(ids).max() > 2 * np.bincount(ids).min()
+    with pytest.raises(ValueError, match="users=201: must lie between 2 and the 200 images"):
+        made_up_users(labels, 201)
+
+
+@pytest.mark.parametrize("name", ["user-ic", "user-gbc", "user-fedavg"])
+def test_methods_of_users_book_users_at_the_rate_of_users(name: str) -> None:
+    method = replace(METHODS[name], users=40)
+    assert method.adjacency == "add/remove one user"
+    data = limited(load("digits"), 300)
+    setting = fitted(Setting(batch_size=20, lr=0.3, clip=0.5), method, len(data.private))
+    cell = Cell(
+        method=method, dataset="digits", model="smallnet", epsilon=8.0, delta=1e-3, epochs=2,
+        batch_size=setting.batch_size, lr=setting.lr, clip=setting.clip, seed=0,
+    )  # fmt: skip
+    result = train(cell, data)
+    ((_, rate, steps, kind),) = result["history"]
+    assert (rate, steps, kind) == (1 / 2, 4, "poisson over users")
+    assert result["adjacency"] == "add/remove one user"
+    assert result["noise_factor"] == 1.0
+    assert 7.0 < result["epsilon"] <= 8.0

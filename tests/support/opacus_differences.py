@@ -1,0 +1,102 @@
+"""Opacus's own tests that fail on this package's engine, each with its reason and the words it fails with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+BEGIN, END = "<!-- Opacus's tests: begin -->", "<!-- Opacus's tests: end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Tests that differ for one reason.
+
+    Attributes:
+        why: What they expect, and what happens here.
+        words: Each failure says one of these.
+        tests: Their names, ``Class::test``; a ``*`` stands for any letters.
+        but: Classes that replace such a test by an empty one.
+    """
+
+    why: str
+    words: tuple[str, ...]
+    tests: tuple[str, ...]
+    but: tuple[str, ...] = ()
+
+    def covers(self, name: str) -> bool:
+        """Whether a test is one of these."""
+        return name.split("::")[0] not in self.but and any(fnmatchcase(name, test) for test in self.tests)
+
+
+DIFFERENCES: tuple[Difference, ...] = (
+    Difference(
+        why="two runs after equal calls of `torch.manual_seed` are expected to add equal noise; here "
+        "noise comes from streams of its own unless `noise_generator=` is given",
+        words=(
+            "AssertionError: False is not true",
+            "Model parameters after deterministic run must match",
+        ),
+        tests=(
+            "PrivacyEngine*::test_deterministic_run",
+            "BatchMemoryManagerTest::test_equivalent_to_one_batch",
+            "BatchMemoryManagerTestWithExpandedWeights::test_equivalent_to_one_batch",
+            "BatchMemoryManagerTestWithFunctorch::test_equivalent_to_one_batch",
+            "PrivacyEngineSecureModeTest::test_global_seed",
+        ),
+    ),
+    Difference(
+        why="`p.summed_grad` and `p.grad_sample` are expected to stay after a step; here the step drops them",
+        words=("AttributeError: 'NoneType' object has no attribute",),
+        tests=(
+            "PrivacyEngine*::test_flat_clipping",
+            "PrivacyEngine*::test_per_layer_clipping",
+            "PrivacyEngine*::test_sample_grad_aggregation",
+        ),
+    ),
+    Difference(
+        why="a loop without `zero_grad()` is expected to raise; here a step drops the gradients that "
+        "it has used, so that nothing is counted twice",
+        words=("AssertionError: ValueError not raised",),
+        tests=(
+            "GradientAccumulationTest::test_privacy_engine_zero_grad",
+            "GradientAccumulationTestFunctorch::test_privacy_engine_zero_grad",
+            "GradientAccumulationTest::test_batch_splitter_zero_grad",
+            "GradientAccumulationTestFunctorch::test_batch_splitter_zero_grad",
+        ),
+    ),
+    Difference(
+        why="a second pass after a batch that was never stepped on is expected to raise; here a new pass "
+        "forgets the gradients of the old one",
+        words=("AssertionError: ValueError not raised",),
+        tests=(
+            "GradientAccumulationTest::test_privacy_engine_poisson_accumulation",
+            "GradientAccumulationTestFunctorch::test_privacy_engine_poisson_accumulation",
+        ),
+    ),
+    Difference(
+        why="eight batches of a shuffled loader are expected to be joined into one step; here one "
+        "draw is one step, and chunks of a draw are delivered by `BatchMemoryManager`",
+        words=("AssertionError: 1 != 8",),
+        tests=(
+            "GradientAccumulationTest::test_privacy_engine_no_poisson_accumulation",
+            "GradientAccumulationTestFunctorch::test_privacy_engine_no_poisson_accumulation",
+        ),
+    ),
+)
+
+
+def difference(name: str) -> Difference | None:
+    """Why a test differs; None if it must pass."""
+    return next((found for found in DIFFERENCES if found.covers(name)), None)
+
+
+def table() -> str:
+    """The list for docs/migration.md, between its marks."""
+    rows = [f"| {found.why} | {_tests(found)} |" for found in DIFFERENCES]
+    return "\n".join([BEGIN, "| what differs | tests of Opacus's |", "|---|---|", *rows, END])
+
+
+def _tests(found: Difference) -> str:
+    listed = ", ".join(f"`{name}`" for name in found.tests)
+    return listed + (f" (not in {', '.join(f'`{name}`' for name in found.but)})" if found.but else "")

@@ -1,0 +1,73 @@
+"""pytest plugin: Opacus's own tests meet this package's engine and memory manager instead of Opacus's.
+
+``make opacus-tests`` runs them. A test of :data:`support.opacus_differences.DIFFERENCES` must fail, with the
+words that are listed; every other test must pass. Property tests try few examples,
+always the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import opacus
+import opacus.privacy_engine
+import opacus.utils.batch_memory_manager
+import pytest
+from hypothesis import settings
+
+from opacus_bc import BatchMemoryManager, PrivacyEngine
+from support.opacus_differences import DIFFERENCES, difference
+
+opacus.PrivacyEngine = PrivacyEngine
+opacus.privacy_engine.PrivacyEngine = PrivacyEngine
+opacus.utils.batch_memory_manager.BatchMemoryManager = BatchMemoryManager
+
+settings.register_profile(
+    "opacus", max_examples=int(os.environ.get("OPACUS_TESTS_EXAMPLES", "4")), derandomize=True, deadline=None
+)
+settings.load_profile("opacus")
+
+WHOLE = 450  # tests of Opacus 1.6; fewer were asked for by name
+
+
+def name_of(item: pytest.Item) -> str:
+    """``Class::test``."""
+    return "::".join(item.nodeid.split("::")[1:])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Names on the list must exist, where the whole suite was collected."""
+    names = [name_of(item) for item in items]
+    stale = [found for found in DIFFERENCES if not any(found.covers(name) for name in names)]
+    if stale and len(items) > WHOLE:
+        raise pytest.UsageError(
+            f"none of Opacus's tests: {', '.join(t for found in stale for t in found.tests)}"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure that is on the list is expected; a test on the list that passes is a failure."""
+    report = yield
+    found = difference(name_of(item))
+    if found is None or report.skipped or call.when != "call":
+        return report
+    if report.passed:
+        report.outcome = "failed"
+        report.longrepr = f"this test is listed as different and passes: {found.why}"
+    elif call.excinfo is not None and any(words in _said(call.excinfo.value) for words in found.words):
+        report.outcome = "skipped"
+        report.wasxfail = found.why
+    return report
+
+
+def _said(error: BaseException) -> str:
+    """All messages of an error and of those that it came from."""
+    parts = [f"{type(error).__name__}: {error}"]
+    parts += [_said(inner) for inner in getattr(error, "exceptions", ())]
+    if error.__cause__ is not None:
+        parts.append(_said(error.__cause__))
+    return "\n".join(parts)
