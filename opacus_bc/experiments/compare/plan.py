@@ -24,7 +24,15 @@ from opacus_bc.experiments.compare.request import FineTuning, Images, make_sourc
 from opacus_bc.experiments.training import models
 from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import NAMES, Data, Source, limited
-from opacus_bc.experiments.training.methods import BASELINE, DEFAULT, PRETRAINED, Method, Train, select
+from opacus_bc.experiments.training.methods import (
+    BASELINE,
+    DEFAULT,
+    NEEDS_WEIGHTS,
+    PRETRAINED,
+    Method,
+    Train,
+    select,
+)
 from opacus_bc.experiments.training.store import Store
 from opacus_bc.experiments.training.timm_networks import TIMM
 from opacus_bc.mechanism.fingerprint import fingerprint as nested_fingerprint
@@ -155,6 +163,9 @@ def make_plan(
     if delta != "auto":
         check_delta(delta)
     selected = select(methods, DEFAULT if start.weights is None else PRETRAINED)
+    lost = [method.name for method in selected if method.name in NEEDS_WEIGHTS]
+    if lost and start.weights is None:
+        raise ValueError(f"--methods {' '.join(lost)}: goes with --weights FILE, a state dict to start from")
     if BASELINE not in selected:
         selected = [BASELINE, *selected]
     store = Store(out if out is not None else Path("runs") / f"compare-{images.name}")

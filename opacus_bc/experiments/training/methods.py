@@ -166,6 +166,7 @@ PRETRAINED: tuple[str, ...] = (
     "gbc-16",
     "bc",
 )
+NEEDS_WEIGHTS: frozenset[str] = frozenset(method.name for method in (*_PROBES, *_FINE_TUNING))
 BASELINE = _ALL[0]
 
 

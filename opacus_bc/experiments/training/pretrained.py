@@ -82,7 +82,7 @@ def start(cell: Cell, data: Data) -> tuple[nn.Module, Data]:
         data = _features(
             _Frozen(fast, _feature_key(cell, everywhere, head=number > 0 or not cell.train_from)), data
         )
-    return trained, _part(data, cell)
+    return trained, _part(_standardised(data) if _head_only(cell) else data, cell)
 
 
 def trained_parameters(cell: Cell, model: nn.Module) -> list[nn.Parameter]:
@@ -223,6 +223,20 @@ def _features(frozen: _Frozen, data: Data) -> Data:
             write_checkpoint(path, kept)
     found = {name: TensorDataset(kept[name].float(), part.tensors[1]) for name, part in parts.items()}
     return replace(data, private=found["private"], public=found["public"], test=found["test"])
+
+
+def _standardised(data: Data) -> Data:
+    """A head's inputs with mean 0 and variance 1 on the public part: no other layer can take their scale off.
+
+    **Formal guarantee**: an image's numbers depend on that image and on public ones alone.
+    """
+    public = data.public.tensors[0]
+    mean, std = public.mean(0), public.std(0).clamp_min(1e-3)
+
+    def part(old: TensorDataset) -> TensorDataset:
+        return TensorDataset((old.tensors[0] - mean) / std, *old.tensors[1:])
+
+    return replace(data, private=part(data.private), public=part(data.public), test=part(data.test))
 
 
 def _outputs(module: nn.Module, part: TensorDataset) -> Tensor:

@@ -102,6 +102,7 @@ def test_other_weights_get_cells_and_features_of_their_own(
         (["--public", "nowhere"], "--public nowhere: no such folder"),
         (["--public", "."], "goes with a folder of images as --dataset"),
         (["--limit", "3"], "--limit"),
+        (["--methods", "ic-frozen"], "--methods ic-frozen: goes with --weights FILE"),
     ],
 )
 def test_a_mistake_is_told_in_one_line_before_any_work(

@@ -116,10 +116,17 @@ def test_the_trained_part_on_features_computes_what_the_whole_network_does(
     said = timm.create_model("test_efficientnet").pretrained_cfg
     assert (said["mean"], said["std"]) == CONSTANTS
     with torch.no_grad():
-        expected = whole(data)(as_pretrained(data.test.tensors[0]))
+        network = whole(data)
+        if name == "stock-head":  # a head gets features with mean 0 and variance 1 on the public images
+            head, network.classifier = network.classifier, nn.Identity()
+            public = network(as_pretrained(data.public.tensors[0]))
+            features = network(as_pretrained(data.test.tensors[0]))
+            expected = head((features - public.mean(0)) / public.std(0).clamp_min(1e-3))
+        else:
+            expected = network(as_pretrained(data.test.tensors[0]))
         outputs = part.eval()(found.test.tensors[0])
     assert torch.equal(found.test.tensors[1], data.test.tensors[1])
-    torch.testing.assert_close(outputs, expected, rtol=2e-3, atol=2e-3)  # features are kept in half precision
+    torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)  # features are kept in half precision
 
 
 def test_features_are_computed_once_for_all_cells_that_share_the_frozen_part(
