@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from PIL import Image
 
 from opacus_bc import cli
 from opacus_bc.experiments.compare import command, presets
+from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import load
 from opacus_bc.experiments.training.methods import METHODS
+from opacus_bc.experiments.training.store import key
 
 ROWS = ("stock-head", "ic-frozen")
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "compare"
 
 
 def pictures(folder: Path, count: int, seed: int, classes: tuple[str, ...] = ("cat", "dog")) -> None:
@@ -138,3 +142,13 @@ def test_batch_sizes_follow_the_number_of_images_so_that_a_small_folder_is_not_o
         assert small / 675 < 0.4
         assert presets.scaled(setting, preset.private_size, 45_000) == setting
     assert presets.preset("mnist").private_size is None
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("pretrained-*/cells/*.json")), ids=lambda path: path.stem
+)
+def test_a_committed_cell_is_kept_under_the_name_that_the_command_looks_for(path: Path) -> None:
+    kept = json.loads(path.read_text())["cell"]
+    method = METHODS[kept["method"]["name"]]
+    assert asdict(method) == kept["method"]
+    assert key(Cell(**{**kept, "method": method})) == path.stem

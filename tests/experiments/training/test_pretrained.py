@@ -126,7 +126,7 @@ def test_the_trained_part_on_features_computes_what_the_whole_network_does(
             expected = network(as_pretrained(data.test.tensors[0]))
         outputs = part.eval()(found.test.tensors[0])
     assert torch.equal(found.test.tensors[1], data.test.tensors[1])
-    torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)  # features are kept in half precision
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=5e-2)  # features are kept in half precision
 
 
 def test_features_are_computed_once_for_all_cells_that_share_the_frozen_part(
