@@ -101,8 +101,8 @@ _PRETRAINED = Preset(
     private_size=45_000,
     settings={
         "plain": Setting(batch_size=64, lr=0.05),
-        "probe": Setting(batch_size=64, lr=0.003),
-        "probe-swap": Setting(batch_size=64, lr=0.003),
+        "probe": Setting(batch_size=64, lr=0.001),
+        "probe-swap": Setting(batch_size=64, lr=0.001),
         "individual": Setting(batch_size=1000, lr=0.5, clip=1.0),
         "batch": Setting(batch_size=64, lr=0.003, clip=0.1),
         "mini-sets": Setting(batch_size=2000, lr=0.1, clip=0.3),

@@ -20,6 +20,7 @@ from opacus_bc.experiments.training.store import key
 
 ROWS = ("stock-head", "ic-frozen")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "compare"
+CELLS = sorted(RESULTS.glob("pretrained-*/cells/*.json"))
 
 
 def pictures(folder: Path, count: int, seed: int, classes: tuple[str, ...] = ("cat", "dog")) -> None:
