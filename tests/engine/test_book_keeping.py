@@ -290,29 +290,22 @@ def test_the_way_to_a_norm_can_be_chosen_and_changes_no_weight(mode: str, instan
     close(ours.model, hooks.model)
 
 
-class Products(nn.Module):
-    """A bilinear form, of which no rule tells the per-sample gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.form = nn.BatchNorm2d(3), nn.Bilinear(108, 108, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x).flatten(1)
-        return self.form(h, h.flip(1))
+def parametric() -> nn.Module:
+    """A network with an activation of which no rule tells the per-sample gradients."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BatchNorm2d(3), nn.PReLU(3), nn.Flatten(), nn.Linear(108, 2))
 
 
 def test_a_function_without_a_rule_is_named_once_and_is_exact() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = Training("bk", Products())
+        ours = Training("bk", parametric())
         ours.train(ours.given())
     told = [str(w.message) for w in caught if "row by row" in str(w.message)]
     assert len(told) == 1
-    assert "form.weight meets the batch in bilinear" in told[0]
+    assert "1.weight meets the batch in prelu" in told[0]
     assert next(w.filename for w in caught if "row by row" in str(w.message)) == __file__
-    hooks = Training("hooks", Products())
+    hooks = Training("hooks", parametric())
     hooks.train(hooks.given())
     torch.testing.assert_close(weights(ours.model), weights(hooks.model), rtol=1e-4, atol=1e-6)
 

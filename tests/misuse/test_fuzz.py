@@ -74,6 +74,20 @@ class Attention(nn.Module):
         return x + mixed.transpose(1, 2).reshape(x.shape)
 
 
+class Tokens(nn.Module):
+    """Self-attention by linear layers over the pixels, each with a scale of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x.flatten(2).transpose(1, 2))).chunk(3, -1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v) * self.scale
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+
 class Residual(nn.Module):
     """Two uses of one convolution: shared parameters."""
 
@@ -91,6 +105,7 @@ BLOCKS: dict[str, Callable[[int], nn.Module]] = {
     "batch norm without affine": lambda width: nn.BatchNorm2d(width, affine=False),
     "group norm": lambda width: nn.GroupNorm(1, width),
     "attention": Attention,
+    "tokens": Tokens,
     "shared": Residual,
     "unused": lambda width: nn.Sequential(nn.Identity(), Unused(width)),
 }
@@ -299,16 +314,16 @@ ONE_BACKWARD = ("bk", "bk-ghost", "bk-rows")
     blocks=st.lists(st.sampled_from(INDIVIDUAL), max_size=3).map(tuple),
     size=st.sampled_from([1e-3, 1.0, -1e4, 1e30]),
     mode=st.sampled_from(["hooks", *ONE_BACKWARD]),
-    attention=st.booleans(),
+    tokens=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_individual_clipping_in_blocks_keeps_its_sensitivity_and_noise(
-    case: Case, blocks: tuple[str, ...], size: float, mode: str, attention: bool
+    case: Case, blocks: tuple[str, ...], size: float, mode: str, tokens: bool
 ) -> None:
     if sample_box.closed():
         return
     dtype = torch.float32 if case.dtype == torch.bfloat16 else case.dtype
-    blocks += ("attention",) if attention and mode in ONE_BACKWARD else ()
+    blocks += ("tokens",) if tokens and mode in ONE_BACKWARD else ()
     case = replace(case, blocks=blocks, dtype=dtype, policy="public", alc=case.alc or "clip")
     x, y = case.data(6).tensors
     x[5] = (size * x[5].double()).clamp(-1e38, 1e38).to(dtype)

@@ -43,6 +43,11 @@ def linear(outputs: int = WIDTH, **kwargs: Any) -> nn.Linear:
     return nn.Linear(WIDTH, outputs, **kwargs)
 
 
+def repeated_token(m: Any, x: Tensor) -> Tensor:
+    token = m.token.repeat(len(x), 1, 1)
+    return m.layer(torch.cat([token, x * token.tanh()], 1)) + token
+
+
 def in_place(m: Any, x: Tensor) -> Tensor:
     out = m.first(x)
     out = F.relu(out, inplace=True)
@@ -106,6 +111,13 @@ def models() -> dict[str, nn.Module]:
         "positions by index": Uses(
             lambda m, x: m.layer(x) + m.at(torch.arange(x.shape[1])),
             at=nn.Embedding(9, WIDTH),
+            layer=linear(),
+        ),
+        "a repeated token, used twice": Uses(
+            lambda m, x: (lambda t: m.layer(torch.cat([t, x * t.tanh()], 1)) + t)(
+                m.token.repeat(len(x), 1, 1)
+            ),
+            token=torch.randn(1, 1, WIDTH),
             layer=linear(),
         ),
         "a class token by expand": Uses(
