@@ -6,10 +6,11 @@
 For every network of ``zoo_models.py``: one private step in each mode on four random images (of 32, 64, 96 or
 256 pixels, the smallest that the plain network takes), ``finalize``, a strict load of the released weights
 into a plain network, and equal outputs. "oracle" compares the release of individual clipping with frozen
-statistics, without noise and in float64, with gradients of single samples from plain autograd. Stock Opacus
-steps after its own ``ModuleValidator.fix``. Each network runs in a process of its own with a time limit.
-Results are kept in ``results/zoo.json`` as they come, and what is there is not run again; ``--page`` only
-writes docs/zoo.md from it.
+statistics, without noise and in float64, with gradients of single samples from plain autograd, for the
+networks of ``zoo_models.WITH_ORACLE`` (or those that ``--networks`` names with ``--methods oracle``). Stock
+Opacus steps after its own ``ModuleValidator.fix``. Each network runs in a process of its own with a time
+limit. Results are kept in ``results/zoo.json`` as they come, and what is there is not run again; ``--page``
+only writes docs/zoo.md from it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ import zoo_steps
 from zoo_page import write_page
 
 RESULTS = Path(__file__).parent / "results" / "zoo.json"
-METHODS = ["BC", "GBC", "IC public", "IC frozen", "oracle", "stock Opacus"]
+ORACLES = ["oracle", "oracle of one backward"]
+METHODS = ["BC", "GBC", "IC public", "IC frozen", "IC one backward", "stock Opacus", *ORACLES]
 LIMIT, TOLERANCE = 420.0, 1e-4  # seconds for a method; relative distance of a release from the oracle's
 
 
-def _oracle(build: zoo_steps.Build, pixels: int) -> None:
+def _oracle(build: zoo_steps.Build, pixels: int, mode: str) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        distance = zoo_steps.oracle_distance(lambda: build().double(), pixels)
+        distance = zoo_steps.oracle_distance(lambda: build().double(), pixels, mode)
     finally:
         torch.set_default_dtype(torch.float32)
     if not distance < TOLERANCE:
@@ -57,8 +59,10 @@ def methods(network: str) -> dict[str, Callable[[], None]]:
         "GBC": lambda: ours(clipping="batch", mini_batch_size=2, batch_norm=public()),
         "IC public": lambda: ours(clipping="flat", batch_norm=public(), grad_sample_mode="hooks"),
         "IC frozen": lambda: ours(clipping="flat", batch_norm="frozen", grad_sample_mode="hooks"),
-        "oracle": lambda: _oracle(build, pixels),
+        "IC one backward": lambda: ours(clipping="flat", batch_norm=public(), grad_sample_mode="bk"),
         "stock Opacus": lambda: zoo_steps.stock(build, pixels),
+        "oracle": lambda: _oracle(build, pixels, "hooks"),
+        "oracle of one backward": lambda: _oracle(build, pixels, "bk"),
     }
 
 
@@ -114,6 +118,8 @@ def main() -> None:
             "all": [],
         }
         wanted = [method for method in options.methods if method not in keep[options.again]]
+        if options.methods == METHODS and network not in zoo_models.with_oracle():
+            wanted = [method for method in wanted if method not in ORACLES]
         for method, answer in attempts(network, wanted):
             row[method] = answer
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")

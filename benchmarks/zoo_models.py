@@ -44,6 +44,14 @@ OTHERS = """
     resnetv2_50x1_bit
 """
 
+# One or two of each kind, whose noise-free release is compared with a loop over single samples.
+WITH_ORACLE = """
+    timm:bat_resnext26ts timm:dla46x_c timm:ecaresnet26t timm:fasternet_t0 timm:inception_next_atto
+    timm:lcnet_035 timm:mobilenetv4_conv_small_035 timm:nf_regnet_b0 timm:repghostnet_050 timm:resnest14d
+    timm:resnetblur18 timm:resnetv2_18 timm:starnet_s050 timm:tf_efficientnet_lite0 torchvision:densenet121
+    torchvision:efficientnet_b0 torchvision:mnasnet0_5 torchvision:resnet18 torchvision:shufflenet_v2_x0_5
+"""
+
 OPTIONS: dict[str, dict[str, Any]] = {
     # Their auxiliary classifiers need 224 pixels or more; without them the families fit into small images.
     "torchvision inception_v3": {"aux_logits": False, "init_weights": True},
@@ -55,6 +63,11 @@ def names() -> list[str]:
     """All networks, as ``library name``."""
     groups = (("torchvision", TORCHVISION), ("timm", TIMM), ("timm", OTHERS))
     return [f"{library} {name}" for library, listed in groups for name in listed.split()]
+
+
+def with_oracle() -> set[str]:
+    """The networks whose release is compared with an oracle's, as ``library name``."""
+    return {entry.replace(":", " ") for entry in WITH_ORACLE.split()}
 
 
 def build(network: str, classes: int) -> nn.Module:

@@ -12,7 +12,7 @@ import zoo_models
 PAGE = Path(__file__).parent.parent / "docs" / "zoo.md"
 OURS = ("BC", "GBC", "IC public", "IC frozen")
 # A further mode needs a method in zoo.py and its column's name here.
-COLUMNS = (*OURS, "IC one backward", "oracle", "stock Opacus")
+COLUMNS = (*OURS, "IC one backward", "oracle", "oracle of one backward", "stock Opacus")
 
 _HEAD = """# The zoo
 
@@ -25,8 +25,10 @@ few with several; those whose smallest variant has more than 60 million paramete
 - **BC**, **GBC**: `clipping="batch"`, the latter with mini-sets of two; public statistics.
 - **IC public**, **IC frozen**: `clipping="flat", grad_sample_mode="hooks"` with `batch_norm=public_loader`
   and `batch_norm="frozen"`.
+- **IC one backward**: IC public with `grad_sample_mode="bk"`, the default.
 - **oracle**: the release of IC frozen, without noise and in float64, is the one of a loop over single samples
-  in plain autograd, to 10⁻⁴ (the clip bound alone is 10⁻⁵ smaller, so that it holds in floats).
+  in plain autograd, to 10⁻⁴ (the clip bound alone is 10⁻⁵ smaller, so that it holds in floats);
+  **oracle of one backward**: the same with `"bk"`. Both for one or two networks of each kind.
 - **stock Opacus**: the same step after `ModuleValidator.fix`, which replaces BatchNorm by fresh GroupNorms.
 
 A blank was not run. `python benchmarks/zoo.py` makes this page out of `benchmarks/results/zoo.json`, where

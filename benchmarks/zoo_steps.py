@@ -163,12 +163,18 @@ def oracle_update(model: nn.Module, pixels: int) -> list[Tensor]:
     return [sum_ / SAMPLES for sum_ in total]
 
 
-def oracle_distance(build: Build, pixels: int) -> float:
-    """Relative distance of hooks' noise-free release with frozen statistics from the oracle's."""
+def oracle_distance(build: Build, pixels: int, mode: str = "hooks") -> float:
+    """Relative distance of the noise-free release of IC with frozen statistics from the oracle's.
+
+    Args:
+        build: Makes the network.
+        pixels: Height and width of the images.
+        mode: ``grad_sample_mode`` of the step: per-sample gradients (``"hooks"``) or one backward (``"bk"``).
+    """
     model = without_randomness(settle(build(), pixels))
     expected = oracle_update(model, pixels)
     before = [p.detach().double().clone() for p in model.parameters()]
-    private_step(model, pixels, noise=0.0, clipping="flat", batch_norm="frozen", grad_sample_mode="hooks")
+    private_step(model, pixels, noise=0.0, clipping="flat", batch_norm="frozen", grad_sample_mode=mode)
     found = [(old - p.detach().double()) / RATE for old, p in zip(before, model.parameters(), strict=True)]
     apart = torch.sqrt(
         sum(((a - b).square().sum() for a, b in zip(found, expected, strict=True)), torch.zeros(()))

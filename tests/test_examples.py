@@ -28,9 +28,17 @@ def run(*command: str, timeout: float = 240) -> str:
 
 
 @pytest.mark.slow
-def test_finetuning_a_resnet_with_compile_and_autocast() -> None:
-    small = ["--samples", "64", "--batch-size", "16", "--epochs", "1", "--backend", "aot_eager"]
-    printed = run(sys.executable, "examples/finetune_resnet.py", *small)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ["--train", "norm+head"],
+        ["--clipping", "batch", "--backend", "aot_eager", "--bfloat16", "--lr", "0.01"],
+    ],
+    ids=["one backward", "compiled batch clipping"],
+)
+def test_finetuning_a_network_of_timm(mode: list[str]) -> None:
+    small = ["--model", "test_efficientnet", "--image-size", "32", "--samples", "80", "--batch-size", "18"]
+    printed = run(sys.executable, "examples/finetune_timm.py", *small, "--epochs", "1", *mode)
     assert "after 4 steps" in printed
     assert "test accuracy" in printed
 

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent.parent / "tutorials"
 NAMES = (
     "quickstart",
     "keep_your_batchnorm",
+    "fine_tune_a_pretrained_model",
     "adaptive_layerwise_clipping",
     "privacy_accounting",
     "protect_users",

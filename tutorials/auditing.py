@@ -236,6 +236,6 @@ plt.show()
 # %% [markdown]
 # ## What to take home
 #
-# - `opacus-bc audit --quick` audits the package as installed, in a minute or two; docs/audit.md has its table.
+# - `opacus-bc audit --quick` audits the package as installed, in some minutes; docs/audit.md has its table.
 # - A verdict against a claim is wrong with probability at most 0.001; a bound near 0 proves nothing.
 # - Audit what you release: the weights, the buffers, and whatever else leaves the building.

@@ -12,12 +12,14 @@ from opacus_bc.audit.ranks import audit_ranks
 from opacus_bc.audit.resumed import audit_resumed
 from opacus_bc.audit.toys import Toy, make_toy, single_round
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
+from opacus_bc.audit.units import METHODS, UserToy, audit_users
 from opacus_bc.audit.worst_case import audit_worst_case, releases
 from opacus_bc.draws.ledger import NoFreshBatchError
 
 Audit = Callable[..., AuditResult]
 
 _FIFTY: dict[str, Any] = {"steps": 50, "steps_per_epoch": 10}
+_TEN: dict[str, Any] = {"steps": 10, "steps_per_epoch": 5}
 _SHUFFLED: dict[str, Any] = {"sampling": "shuffle", "steps": 3, "steps_per_epoch": 4}
 NO_SMALL_BATCHES = "three samples, half of the batches empty"
 
@@ -73,6 +75,23 @@ def interrupted(repetitions: int) -> dict[str, Audit]:
         )
         for method in ("BC", "BK")
         for name, exact in how.items()
+    }
+
+
+def of_users(repetitions: int) -> dict[str, Audit]:
+    """Vectorised audits of runs that protect users: every sample of one user is the adversary's."""
+    titles = dict(zip(METHODS, ("IC", "BK", "GBC", "DP-FedAvg"), strict=True))
+    toys = {f"{titles[method]} of users": UserToy(method=method) for method in METHODS}
+    toys["BK of users, in chunks"] = UserToy(method="bk", rows_at_once=5)
+    sampled = {
+        f"{titles[method]} of users, sampled": UserToy(method=method, **_TEN) for method in METHODS[1:3]
+    }
+    return {
+        **{name: _named(audit_users, toy, name=name, repetitions=repetitions) for name, toy in toys.items()},
+        **{
+            name: _named(audit_users, toy, name=name, repetitions=repetitions // 5)
+            for name, toy in sampled.items()
+        },
     }
 
 
@@ -176,6 +195,7 @@ def all_audits(*, quick: bool) -> dict[str, Audit]:
     """What the command runs, in its order."""
     return {
         **worst_cases(100_000 if quick else 1_000_000),
+        **of_users(50_000 if quick else 200_000),
         **interrupted(50_000 if quick else 500_000),
         **({} if quick else several_processes(100_000)),
         "BC, two steps on one batch": second_step,

@@ -81,7 +81,10 @@ def training_mode(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched_buffers(root: nn.Module) -> Iterator[None]:
-    """Put every buffer back afterwards, also one that a forward has replaced by another tensor."""
+    """Put every buffer back afterwards, also one that a forward has replaced by another tensor.
+
+    One that nothing has changed is not written: a graph that waits for its backward may hold it.
+    """
     before = [
         (owner, name, buffer, buffer.detach().clone())
         for owner in root.modules()
@@ -94,4 +97,5 @@ def untouched_buffers(root: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, value in before:
                 owner._buffers[name] = buffer
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

@@ -93,10 +93,10 @@ def test_wrong_values_get_one_line_and_exit_code_two(
 
 
 @pytest.mark.slow
-def test_the_quick_command_takes_less_than_a_minute_and_holds_everywhere() -> None:
+def test_the_quick_command_takes_less_than_six_minutes_and_holds_everywhere() -> None:
     start = time.process_time()
     results = run_audits(all_audits(quick=True), seed=1)
-    assert time.process_time() - start < 60  # of one core: a loaded machine does not count
+    assert time.process_time() - start < 360  # of one core: a loaded machine does not count
     assert all(result.verdict == "holds" for result in results)
     assert all(result.audited_epsilon <= result.claimed_epsilon for result in results)
 

@@ -26,7 +26,7 @@ from opacus_bc import (
 from opacus_bc.draws.ledger import cut_at_units
 from opacus_bc.draws.loader import PrivateDataLoader
 
-C, LR = 0.3, 0.5
+C, LR = 0.3, 0.05
 STEPS = 3
 
 
@@ -99,29 +99,43 @@ def mean_gradients(model: nn.Module, x: Tensor, y: Tensor, owner: Any) -> Iterat
         yield [torch.stack(each).mean(0) for each in zip(*grads, strict=True)]
 
 
-def oracle_step(model: nn.Module, x: Tensor, y: Tensor, owner: Any, divisor: float) -> None:
+def norm_of(vector: list[Tensor]) -> float:
+    return float(torch.sqrt(sum(g.double().square().sum() for g in vector)))
+
+
+def oracle_step(
+    model: nn.Module, x: Tensor, y: Tensor, owner: Any, bound: float, divisor: float
+) -> list[bool]:
+    """One step of the oracle; returns which units were clipped."""
     total = [torch.zeros_like(p) for p in model.parameters()]
+    clipped = []
     for vector in mean_gradients(model, x, y, owner):
-        norm = torch.sqrt(sum(g.double().square().sum() for g in vector))
+        clipped.append(norm_of(vector) > bound)
         for t, g in zip(total, vector, strict=True):
-            t += g * min(1.0, C / float(norm))
+            t += g * min(1.0, bound / norm_of(vector))
     with torch.no_grad():
         for p, t in zip(model.parameters(), total, strict=True):
             p -= LR * t / divisor
+    return clipped
 
 
 def train_and_compare(owner_of: Any, data: Dataset[Any], batch_size: int, model: nn.Module, **options: Any):
     """Train privately and by the oracle on the very same batches, and compare the weights."""
     twin = copy.deepcopy(model)
+    rows = [i for i in range(len(data)) for _ in range(options.get("views", 1))]
+    x, y, _ = zip(*(data[i] for i in rows), strict=True)
+    norms = mean_gradients(model, torch.stack(x), torch.stack(y), [owner_of(i) for i in rows])
+    bound = float(np.median([norm_of(vector) for vector in norms]))
     private, optimizer, loader = quiet(
         PrivacyEngine(),
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=LR),
         data_loader=DataLoader(data, batch_size=batch_size, generator=torch.Generator().manual_seed(5)),
         clipping="flat",
+        max_grad_norm=bound,
         **options,
     )
-    steps = 0
+    steps, clipped = 0, []
     for x, y, index in loader:
         owner = [owner_of(i) for i in index.tolist()]
         assert owner == sorted(owner, key=owner.index)  # a unit's rows stand together
@@ -129,9 +143,10 @@ def train_and_compare(owner_of: Any, data: Dataset[Any], batch_size: int, model:
         loss.backward()
         optimizer.step()
         divisor = 1.0 if options.get("loss_reduction") == "sum" else optimizer.expected_batch_size
-        oracle_step(twin, x, y, owner, divisor)
+        clipped += oracle_step(twin, x, y, owner, bound, divisor)
         if (steps := steps + 1) == STEPS:
             break
+    assert 0 < sum(clipped) < len(clipped)  # or a sum would pass for a mean
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
     return loader

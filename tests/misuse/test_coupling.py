@@ -23,8 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 N, T = 24, 6
 X = torch.randn(N, T, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, torch.arange(N) % 2)
+HOOKS = {"grad_sample_mode": "hooks"}
 MODES: dict[str, dict[str, Any]] = {
-    "hooks": {},
+    "hooks": HOOKS,
     "no wrapper": {"wrap_model": False},
     "functorch": {"grad_sample_mode": "functorch"},
     "ew": {"grad_sample_mode": "ew"},
@@ -34,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 PUBLIC = TensorDataset(torch.randn(8, T, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 2)
 CLIPPINGS: dict[str, dict[str, Any]] = {
     f"{how}{name}": {**mode, **arguments}
-    for how, mode in (("", {}), ("bk, ", {"grad_sample_mode": "bk"}))
+    for how, mode in (("", HOOKS), ("bk, ", {"grad_sample_mode": "bk"}))
     for name, arguments in (
         ("alc", {"alc": ALC(DataLoader(PUBLIC, batch_size=4))}),
         ("per_layer", {"clipping": "per_layer", "max_grad_norm": [1.0] * 4}),

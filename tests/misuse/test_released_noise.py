@@ -43,20 +43,21 @@ def noise_of(model: Wide, before: Tensor, divisor: float) -> float:
 
 
 BK = {"grad_sample_mode": "bk"}
+HOOKS = {"grad_sample_mode": "hooks"}
 PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [C] * 2}
 # The deviation of WIDE normals is within 5 standard errors of sigma but for 6 cases in ten million.
 CLOSE = 5 * math.sqrt(0.5 / WIDE)
 MODES: dict[str, dict[str, Any]] = {
     "batch": {"clipping": "batch"},
     "mini-sets": {"clipping": "batch", "mini_batch_size": 8},
-    "flat": {},
-    "per_layer": {"clipping": "per_layer", "max_grad_norm": [C] * 3},
+    "flat": HOOKS,
+    "per_layer": {**HOOKS, "clipping": "per_layer", "max_grad_norm": [C] * 3},
     "functorch": {"grad_sample_mode": "functorch"},
     "bk": BK,
     "bk, per_layer": {**BK, "clipping": "per_layer", "max_grad_norm": [C] * 3},
     "bk, alc": {**BK, "alc": ALC(DataLoader(data(16, 3), batch_size=8), layers=["*"])},
     "Opacus's flat": {"noise_generator": torch.Generator().manual_seed(4)},
-    "alc": {"alc": ALC(DataLoader(data(16, 3), batch_size=8), layers=["*"])},
+    "alc": {**HOOKS, "alc": ALC(DataLoader(data(16, 3), batch_size=8), layers=["*"])},
     "batch, alc": {"clipping": "batch", "alc": ALC(DataLoader(data(32, 3), batch_size=16), layers=["*"])},
 }
 
@@ -99,7 +100,7 @@ def test_a_draw_is_noised_by_the_bound_that_clipped_it_when_a_scheduler_moves_it
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {},
+        HOOKS,
         BK,
         {"grad_sample_mode": "ghost"},
         PER_LAYER,
@@ -107,7 +108,7 @@ def test_a_draw_is_noised_by_the_bound_that_clipped_it_when_a_scheduler_moves_it
         {"clipping": "batch"},
         {"clipping": "batch", "mini_batch_size": 4},
     ],
-    ids=str,
+    ids=["hooks", "bk", "ghost", "per_layer", "alc", "bc", "gbc"],
 )
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(2)])
 def test_the_booked_rate_is_one_over_the_length_and_the_draws_have_it(
@@ -135,11 +136,14 @@ def test_the_booked_rate_is_one_over_the_length_and_the_draws_have_it(
     assert abs(trials * 8 / size - trials / length) > 6 * error
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"grad_sample_mode": "ghost"}, BK, {"clipping": "batch"}], ids=str)
+@pytest.mark.parametrize("kwargs", [HOOKS, {"grad_sample_mode": "ghost"}, BK, {"clipping": "batch"}], ids=str)
 def test_a_resumed_run_adds_other_noise_than_the_steps_that_were_made_from_the_same_seed(
     kwargs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The script is started again with its seeds: noise that came back would make the steps equal."""
+    """The script is started again with its seeds: noise that came back would make the steps equal.
+
+    Both steps find torch's default generator in the same state.
+    """
 
     def started() -> tuple[Any, ...]:
         torch.manual_seed(7)
@@ -160,6 +164,7 @@ def test_a_resumed_run_adds_other_noise_than_the_steps_that_were_made_from_the_s
         x, y = next(iter(loader))
         optimizer.zero_grad()
         criterion(wrapper(x), y).backward()
+        torch.manual_seed(7)
         optimizer.step()
         return weights(model) - before
 
@@ -168,7 +173,6 @@ def test_a_resumed_run_adds_other_noise_than_the_steps_that_were_made_from_the_s
     eng.save_checkpoint(path=tmp_path / "file", module=first[1], optimizer=first[2])
     other, *second = started()
     other.load_checkpoint(path=tmp_path / "file", module=second[1], optimizer=second[2])
-    torch.manual_seed(7)
     again = step(*second)
     cosine = float((made * again).sum() / (made.norm() * again.norm()))
     assert abs(cosine) < 6 / math.sqrt(len(made))  # of independent normals: 2 in a thousand million

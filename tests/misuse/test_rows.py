@@ -24,13 +24,14 @@ PUBLIC = DataLoader(
     TensorDataset(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 2),
     batch_size=4,
 )
+HOOKS = {"grad_sample_mode": "hooks"}
 MODES: dict[str, dict[str, Any]] = {
-    "hooks": {},
+    "hooks": HOOKS,
     "functorch": {"grad_sample_mode": "functorch"},
     "ew": {"grad_sample_mode": "ew"},
     "ghost": {"grad_sample_mode": "ghost"},
-    "alc": {"alc": ALC(PUBLIC)},
-    "per_layer": {"clipping": "per_layer"},
+    "alc": {**HOOKS, "alc": ALC(PUBLIC)},
+    "per_layer": {**HOOKS, "clipping": "per_layer"},
     "bk": {"grad_sample_mode": "bk"},
     "bk, per_layer": {"grad_sample_mode": "bk", "clipping": "per_layer"},
     "bk, alc": {"grad_sample_mode": "bk", "alc": ALC(PUBLIC)},

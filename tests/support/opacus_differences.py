@@ -75,6 +75,19 @@ DIFFERENCES: tuple[Difference, ...] = (
         ),
     ),
     Difference(
+        why="a checkpoint is expected to be loaded into a run with another noise multiplier; here it is "
+        "refused, because the run would go on with a budget that nobody has booked",
+        words=("ValueError: the checkpoint was written with start=",),
+        tests=("PrivacyEngine*::test_checkpoints",),
+        but=("PrivacyEngineConvNetEmptyBatchTest",),
+    ),
+    Difference(
+        why='`clipping="adaptive"` under Poisson sampling is expected to work with the default accountant; '
+        "here the default is `fdp`, which has no bound for it",
+        words=("under Poisson sampling its epsilon is not an upper bound",),
+        tests=("AdaClipNoiseMultiplierTest::test_privacy_accounting_with_adaclip_e2e",),
+    ),
+    Difference(
         why="eight batches of a shuffled loader are expected to be joined into one step; here one "
         "draw is one step, and chunks of a draw are delivered by `BatchMemoryManager`",
         words=("AssertionError: 1 != 8",),

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opacus_bc.experiments.compare import presets, report
+from opacus_bc.experiments.compare.facts import facts
 from opacus_bc.experiments.compare.plan import Plan, make_plan
 from opacus_bc.experiments.compare.presets import Setting
+from opacus_bc.experiments.compare.request import FineTuning, Images
 from opacus_bc.experiments.compare.summary import cost_name, make_rows
 from opacus_bc.experiments.training import measure
 from opacus_bc.experiments.training.cells import Cell
-from opacus_bc.experiments.training.data import Source
+from opacus_bc.experiments.training.data import Data, Source, limited
 from opacus_bc.experiments.training.pool import Progress, run_all
+from opacus_bc.experiments.training.pretrained import trial_sizes
 from opacus_bc.experiments.training.progress import Bar
 from opacus_bc.experiments.training.store import Store, read_json, write_json
 from opacus_bc.experiments.training.train import train
@@ -45,6 +48,12 @@ def compare(
     jobs: int | None = None,
     costs: bool = True,
     json: bool = False,
+    weights: Path | None = None,
+    image_size: int | None = None,
+    train: Literal["all", "norm+head", "head"] = "all",
+    train_from: str = "",
+    public: Path | None = None,
+    limit: int | None = None,
 ) -> int:
     """Which mode should I use, and what does it cost me? Trains every method at the same certified budget.
 
@@ -52,25 +61,35 @@ def compare(
         dataset: digits (embedded), mnist, fashion-mnist, cifar10, or a folder of images, one subfolder a
             class. A tenth of the training images, drawn at random, serves as public data and is not
             protected.
-        model: smallnet, bn_lenet5, convnet, resnet18, or package.module:factory of your own. Default: what
-            suits the data.
+        model: smallnet, bn_lenet5, convnet, resnet18, timm:NAME (with --weights), or package.module:factory
+            of your own. Default: what suits the data.
         epsilon: the budget; several make several tables.
         delta: the delta of the budget; auto takes the largest power of ten below 1/(private samples).
         methods: which ones (default: all of the comparison); no-dp is always among them.
         seeds: runs of each method.
         epochs: passes over the private data. Default: the data set's.
         tune: first search learning rate and clip bound of every method, with equal effort, on seed 0. This
-            tuning on private data is not accounted.
+            tuning on private data is not accounted. With --weights it takes public images alone: three
+            learning rates each, in one epoch with the noise of the largest budget.
         out: folder for results and report. Default: runs/compare-DATASET.
         data: folder with the data set's files.
         download: let torchvision download what is missing.
         jobs: processes, with one thread each. Default: one for each core.
         costs: time and memory relative to plain SGD: measure them or leave them out.
         json: print the report as JSON instead of a table.
+        weights: fine-tune: a state dict to start from, with another head if need be.
+        image_size: pixels to which images are enlarged for such a network. Default: 96.
+        train: what moves: all, norm+head (weights and biases of normalisation layers, and the head), or head.
+        train_from: name of the first layer that is trained. What lies before it is frozen, and its outputs
+            are computed once and kept beside the results.
+        public: folder of public images, one subfolder a class, to go with a folder of private ones.
+        limit: use so many training images, public ones included, and as small a part of the test images.
     """
     plan = make_plan(
-        dataset=dataset, model=model, epsilon=epsilon, delta=delta, methods=methods, seeds=seeds,
-        epochs=epochs, out=out, data=data, download=download, jobs=jobs,
+        images=Images(dataset=dataset, data=data, download=download, public=public, limit=limit),
+        start=FineTuning(weights=weights, image_size=image_size, train=train, train_from=train_from),
+        model=model, epsilon=epsilon, delta=delta, methods=methods, seeds=seeds, epochs=epochs, out=out,
+        jobs=jobs,
     )  # fmt: skip
     try:
         comparison = execute(plan, tune=tune, costs=costs)
@@ -99,14 +118,23 @@ def compare(
 
 def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
     """Train what is missing, measure what is missing, and put the report together."""
-    found = plan.source.load()
+    found = limited(plan.source.load(), plan.limit)
+    size = len(found.private)
     settings = {
-        method.name: presets.fitted(plan.preset.setting(method), method, len(found.private))
+        method.name: presets.fitted(
+            presets.scaled(plan.preset.setting(method), plan.preset.private_size, size)
+            if method.private
+            else plan.preset.setting(method),
+            method,
+            size,
+        )
         for method in plan.methods
     }
     chosen = {(method.name, budget): settings[method.name] for method, budget in plan.rows()}
     failures: dict[str, str] = {}
-    if tune:
+    if tune and plan.weights:
+        chosen |= _tuned_on_public(plan, settings, found, failures)
+    elif tune:
         trials = {
             (method.name, budget): [
                 plan.cell(method, budget, setting, 0)
@@ -131,35 +159,13 @@ def execute(plan: Plan, *, tune: bool, costs: bool) -> report.Comparison:
         raise ValueError("no method could be trained: " + "; ".join(f"{k}: {v}" for k, v in failures.items()))
     measured = _measure(plan, table, results) if costs else {}
     return report.Comparison(
-        facts={
-            "command": plan.command(tune=tune),
-            "dataset": Path(plan.source.dataset).name,
-            "model": plan.model,
-            "private_size": len(found.private),
-            "public_size": len(found.public),
-            "test_size": len(found.test),
-            "epochs": plan.epochs,
-            "seeds": plan.seeds,
-            "epsilon": list(plan.budgets),
-            "delta": plan.delta,
-            "optimizer": "SGD with momentum 0.9, constant learning rate, no augmentation",
-            "individual clipping": "; ".join(
-                ["in chunks of about 32 MB of per-sample gradients", *_ways(plan)]
-            ),
-            "sampling": "Poisson, unless the adjacency column says otherwise",
-        },
+        facts=facts(plan, found, tune=tune),
         rows=make_rows(finished, measured),
         tuned=tune,
+        tuned_on_public=tune and bool(plan.weights),
+        public_apart=found.public_apart,
         failures=failures,
     )
-
-
-def _ways(plan: Plan) -> list[str]:
-    """Which rows of the table make per-sample gradients in one backward, and which with Opacus's hooks."""
-    words = {"bk": "in one backward (grad_sample_mode='bk')", "hooks": "with Opacus's hooks"}
-    chosen = [m for m in plan.methods if m.family == "individual"]
-    rows = {mode: [m.title for m in chosen if m.grad_sample_mode == mode] for mode in words}
-    return [f"{words[mode]}: {' and '.join(titles)}" for mode, titles in rows.items() if titles]
 
 
 def _run(
@@ -194,6 +200,27 @@ def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> d
     write_json(store.cell(cell), result)
     checkpoint.unlink(missing_ok=True)
     return result
+
+
+def _tuned_on_public(
+    plan: Plan, settings: dict[str, Setting], found: Data, failures: dict[str, str]
+) -> dict[tuple[str, float | None], Setting]:
+    """The settings that did best in short trials on public images at the largest budget, for every budget."""
+    sizes = len(found.private), trial_sizes(len(found.public))[0]
+    trials: dict[str, dict[Cell, Setting]] = {}
+    for method in plan.methods:
+        if not method.private:
+            continue
+        budget = plan.budgets[-1]
+        tried = presets.candidates(settings[method.name], method)[: presets.TRIALS]
+        trials[method.name] = {plan.trial(method, budget, setting, sizes): setting for setting in tried}
+    results = _run(plan, [cell for cells in trials.values() for cell in cells], "trials", failures)
+    best = {
+        name: cells[max(done, key=lambda cell: results[cell]["accuracies"][-1])]
+        for name, cells in trials.items()
+        if (done := [cell for cell in cells if cell in results])
+    }
+    return {(m.name, budget): best[m.name] for m, budget in plan.rows() if m.name in best}
 
 
 def _measure(

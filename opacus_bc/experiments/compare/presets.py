@@ -7,8 +7,9 @@ around them with equal effort for every method. Momentum is 0.9 throughout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opacus_bc.experiments.training.methods import Method
@@ -37,11 +38,14 @@ class Preset:
         model: A name for `opacus_bc.experiments.training.models.build`.
         epochs: Passes over the private data.
         settings: By method name; what is missing is looked up by family.
+        private_size: Number of private images that the batch sizes were chosen for; batch sizes follow the
+            square root of another number. None: they are the data set's own.
     """
 
     model: str
     epochs: int
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    private_size: int | None = None
 
     def setting(self, method: Method) -> Setting:
         """What ``method`` is trained with."""
@@ -89,23 +93,53 @@ _CIFAR10 = Preset(
         "gbc-16": Setting(batch_size=2048, lr=0.3, clip=0.3),
     },
 )
+_FOLDER = replace(_CIFAR10, private_size=45_000)
+# Fine-tuning from weights in a file, whatever the data set.
+_PRETRAINED = Preset(
+    model="",
+    epochs=3,
+    private_size=45_000,
+    settings={
+        "plain": Setting(batch_size=64, lr=0.05),
+        "probe": Setting(batch_size=64, lr=0.001),
+        "probe-swap": Setting(batch_size=64, lr=0.001),
+        "individual": Setting(batch_size=1000, lr=0.5, clip=1.0),
+        "batch": Setting(batch_size=64, lr=0.003, clip=0.1),
+        "mini-sets": Setting(batch_size=2000, lr=0.1, clip=0.3),
+    },
+)
 _BY_NAME: Mapping[str, Preset] = {
     "digits": _DIGITS,
     "mnist": _MNIST,
     "fashion-mnist": _MNIST,
     "cifar10": _CIFAR10,
 }
+TRIALS = 3  # of `candidates`, for pretrained networks: three learning rates
 
 
-def preset(dataset: str) -> Preset:
-    """The defaults for a data set; an image folder of the user's own gets those of CIFAR-10."""
-    return _BY_NAME.get(dataset, _CIFAR10)
+def preset(dataset: str, *, pretrained: bool = False) -> Preset:
+    """The defaults for a data set; an image folder of the user's own gets those of CIFAR-10, scaled."""
+    return _PRETRAINED if pretrained else _BY_NAME.get(dataset, _FOLDER)
 
 
 def canonical(dataset: str) -> str:
     """The data set's name, or the full path of the user's folder: two folders never share results."""
     folder = Path(dataset)
     return str(folder.resolve()) if dataset not in _BY_NAME and folder.is_dir() else dataset
+
+
+def scaled(setting: Setting, chosen_for: int | None, private_size: int) -> Setting:
+    """The setting with a batch size for another number of private images: it follows the square root.
+
+    Fewer images need larger sample rates, or the noise drowns every step; a constant batch size would end in
+    steps over all images, which nothing amplifies.
+
+    >>> scaled(Setting(batch_size=1024, lr=0.5), 45_000, 675).batch_size
+    125
+    """
+    if chosen_for is None:
+        return setting
+    return replace(setting, batch_size=round(setting.batch_size * math.sqrt(private_size / chosen_for)))
 
 
 def fitted(setting: Setting, method: Method, private_size: int) -> Setting:

@@ -45,12 +45,16 @@ class Comparison:
         facts: What was compared: data set, model, epochs and so on.
         rows: One a method and budget.
         tuned: Whether learning rates and clip bounds were searched for.
+        tuned_on_public: Whether that search saw public images alone.
+        public_apart: Whether the user brought public images, and none were cut off the training set.
         failures: Method -> why it could not be trained.
     """
 
     facts: Mapping[str, Any]
     rows: Sequence[Row]
     tuned: bool = False
+    tuned_on_public: bool = False
+    public_apart: bool = False
     failures: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -65,7 +69,12 @@ class Comparison:
     @property
     def recommendation(self) -> list[str]:
         """See `opacus_bc.experiments.compare.summary.recommend`."""
-        return recommend(self.rows, tuned=self.tuned)
+        return recommend(
+            self.rows,
+            tuned=self.tuned,
+            tuned_on_public=self.tuned_on_public,
+            public_apart=self.public_apart,
+        )
 
 
 def cells(row: Row) -> list[str]:
@@ -126,8 +135,9 @@ def markdown(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
     lines += _spaced(comparison.recommendation)
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in comparison.rows]
-    told = ("optimizer", "individual clipping", "sampling")
-    lines += ["", LEGEND, "", *(f"- {name}: {comparison.facts[name]}" for name in told), ""]
+    told = ("optimizer", "individual clipping", "sampling", "start")
+    facts = comparison.facts
+    lines += ["", LEGEND, "", *(f"- {name}: {facts[name]}" for name in told if name in facts), ""]
     lines += [f"- {name} failed: {reason}" for name, reason in comparison.failures.items()]
     for title, path in pictures.items():
         lines += ["", f"## {title}", "", f"![{title}]({path.name})"]

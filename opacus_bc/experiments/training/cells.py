@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from opacus_bc.experiments.training.methods import Method
+from opacus_bc.experiments.training.methods import Method, Train
 from opacus_bc.experiments.training.models import Norm
 from opacus_bc.experiments.training.store import LATER
 
@@ -42,6 +42,11 @@ class Cell:
         lr_on_plateau: Whether the learning rate only decays after an epoch whose test accuracy did not rise.
         record_norms: Whether the layers' gradient norms on public data are kept for every epoch.
         content: Fingerprint of a user's own data or model; empty for those that this package knows by name.
+        weights: Name of the file with the weights that training starts from; empty for random ones.
+        image_size: Pixels to which images are enlarged for pretrained weights.
+        train: Which parameters of a pretrained network move.
+        train_from: Name of its first layer that does; what lies before is frozen. Empty: no such limit.
+        trial: Whether this is a short run on public images alone, to choose settings by.
         channels_last: Whether the weights are laid out channels last, which is faster for convolutions.
         reading: Another way to understand the paper's description; see
             `opacus_bc.experiments.reproduce.as_published`. Empty: as printed.
@@ -72,6 +77,11 @@ class Cell:
     content: str = field(default="", metadata=LATER)
     channels_last: bool = field(default=False, metadata=LATER)
     reading: Reading = field(default="", metadata=LATER)
+    weights: str = field(default="", metadata=LATER)
+    image_size: int | None = field(default=None, metadata=LATER)
+    train: Train = field(default="all", metadata=LATER)
+    train_from: str = field(default="", metadata=LATER)
+    trial: bool = field(default=False, metadata=LATER)
 
     @property
     def unit(self) -> int:

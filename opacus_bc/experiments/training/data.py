@@ -24,7 +24,7 @@ from opacus_bc.experiments.training import readers as read
 NAMES = ("digits", "mnist", "fashion-mnist", "cifar10")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
     """One data set, ready to train on.
 
@@ -36,6 +36,9 @@ class Data:
         num_classes: Number of classes.
         mean: The constants of the normalisation, by channel.
         std: The same.
+        weights: File with the weights that networks start from, if any.
+        features: Folder in which outputs of frozen networks are kept.
+        public_apart: Whether the public images were brought by the user, and not cut off the training set.
         crop_padding: Padding of the random crop in the paper's augmentation, on top of the border that is
             already in the images (a crop of 32 × 32 after padding by 4, both for 28 × 28 and for 32 × 32).
     """
@@ -48,6 +51,9 @@ class Data:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop_padding: int
+    weights: Path | None = None
+    features: Path | None = None
+    public_apart: bool = False
 
     @property
     def in_channels(self) -> int:
@@ -129,6 +135,8 @@ def load(
     public_fraction: float = 0.1,
     seed: int = 0,
     download: bool = False,
+    image_size: int | None = None,
+    public: Path | None = None,
 ) -> Data:
     """Loads a data set and cuts it into private, public and test part.
 
@@ -141,9 +149,12 @@ def load(
         public_fraction: Share of the training set that becomes public.
         seed: Seed of the permutation behind the split; the split does not depend on anything else.
         download: Whether torchvision may download what is missing.
+        image_size: For pretrained networks, which bring their own normalisation: images stay bytes, and those
+            of a folder are read at this size.
+        public: Folder of public images with the same classes; all training images are private then.
 
     Raises:
-        ValueError: Unknown name or impossible fraction.
+        ValueError: Unknown name, impossible fraction, or public images that do not go with the private ones.
         FileNotFoundError: Files are missing; the message says which, where and how to get them.
         ImportError: torchvision or scikit-learn is not installed.
     """
@@ -162,42 +173,66 @@ def load(
         images, crop = read.cifar10(folder, download), 4
         mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the paper's
     elif Path(name).is_dir():
-        images, mean, std, crop = read.image_folder(Path(name), seed), (0.5,) * 3, (0.25,) * 3, 4
+        images, mean, std, crop = read.image_folder(Path(name), seed, image_size), (0.5,) * 3, (0.25,) * 3, 4
     else:
         raise ValueError(
             f"dataset {name!r}: neither one of {', '.join(NAMES)} nor an existing folder of images"
         )
     train_x, train_y, test_x, test_y = images
     order = read.permutation(len(train_y), seed)
-    cut = round(len(train_y) * public_fraction)
-    if not 0 < cut < len(train_y):
-        raise ValueError(
-            f"dataset {name!r}: {len(train_y)} training images cannot be cut at {public_fraction}"
-        )
+    if public is None:
+        cut = round(len(train_y) * public_fraction)
+        if not 0 < cut < len(train_y):
+            raise ValueError(
+                f"dataset {name!r}: {len(train_y)} training images cannot be cut at {public_fraction}"
+            )
+        public_x, public_y = train_x[order[:cut]], train_y[order[:cut]]
+    else:
+        cut = 0
+        public_x, public_y = read.public_folder(public, Path(name), seed, image_size)
+    if image_size is not None:
+        mean, std, crop = (0.0,) * len(mean), (1.0,) * len(mean), 0
 
-    def normalised(x: Tensor, y: Tensor) -> TensorDataset:
+    def part(x: Tensor, y: Tensor) -> TensorDataset:
+        if image_size is not None:
+            return TensorDataset((x * 255).round().to(torch.uint8), y)
         shape = (1, len(mean), 1, 1)
         return TensorDataset((x - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape), y)
 
     return Data(
         name=name,
-        private=normalised(train_x[order[cut:]], train_y[order[cut:]]),
-        public=normalised(train_x[order[:cut]], train_y[order[:cut]]),
-        test=normalised(test_x, test_y),
+        private=part(train_x[order[cut:]], train_y[order[cut:]]),
+        public=part(public_x, public_y),
+        test=part(test_x, test_y),
         num_classes=int(torch.cat([train_y, test_y]).max()) + 1,
         mean=mean,
         std=std,
         crop_padding=crop,
+        public_apart=public is not None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a data set comes from."""
+    """Where a data set comes from, and for pretrained networks their weights.
+
+    Attributes:
+        dataset: See `load`.
+        root: Where its files are.
+        download: Whether torchvision may download what is missing.
+        public: Folder of public images; None cuts them off the training set.
+        image_size: See `load`.
+        weights: File with the weights that networks start from.
+        features: Folder in which outputs of frozen networks are kept.
+    """
 
     dataset: str
     root: Path
     download: bool = False
+    public: Path | None = None
+    image_size: int | None = None
+    weights: Path | None = None
+    features: Path | None = None
 
     def load(self) -> Data:
         """The data set; read once in every process."""
@@ -206,7 +241,14 @@ class Source:
 
 @lru_cache(maxsize=1)
 def _loaded(source: Source) -> Data:
-    return load(source.dataset, source.root, download=source.download)
+    found = load(
+        source.dataset,
+        source.root,
+        download=source.download,
+        image_size=source.image_size,
+        public=source.public,
+    )
+    return replace(found, weights=source.weights, features=source.features)
 
 
 def limited(data: Data, limit: int | None) -> Data:

@@ -17,6 +17,7 @@ from opacus_bc.mechanism.layerwise import Apply, NoiseName, Rule
 from opacus_bc.mechanism.names import Sampling, event_kind
 
 Family = Literal["plain", "individual", "batch", "mini-sets"]
+Train = Literal["all", "norm+head", "head", "convolutions+head"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Method:
         users: Made-up users among whom the private images are dealt out, and who are protected; 0 protects
             images. ``mini_set`` is then the most images of a user in a step, and batch sizes count users.
         local_steps: Steps of DP-FedAvg on a user's images, whose weight change is clipped; 0 clips gradients.
+        train: Which parameters of a pretrained network move, whatever the cell says; None leaves it to that.
     """
 
     name: str
@@ -56,13 +58,14 @@ class Method:
     clipping: Literal["flat", "batch"] = "flat"
     mini_set: int | None = None
     group_norm: bool = False
-    batch_norm: Literal["public", "private", "batch", "unprotected"] | None = "public"
+    batch_norm: Literal["public", "private", "batch", "frozen", "unprotected"] | None = "public"
     differentiate: bool = False
     alc: Layerwise | None = None
     sampling: Sampling = "poisson"
     grad_sample_mode: Literal["hooks", "bk"] = field(default="hooks", metadata=LATER)
     users: int = field(default=0, metadata=LATER)
     local_steps: int = field(default=0, metadata=LATER)
+    train: Train | None = field(default=None, metadata=LATER)
 
     @property
     def family(self) -> Family:
@@ -128,12 +131,46 @@ _ON_REQUEST = (
     _of_users("user-fedavg", "DP-FedAvg, 3 local steps", local_steps=3),
 )
 
-METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in (*_ALL, *_ON_REQUEST)})
+# What people do with pretrained networks. The first three are open to users of stock Opacus, whose hooks make
+# the same clipped sums; depthwise convolutions take them seconds a layer, so one backward makes them here.
+_FINE_TUNING = (
+    _one_backward("swap", "Opacus IC, GroupNorm swap", group_norm=True, batch_norm=None),
+    _one_backward("stock-head", "Opacus IC, head on frozen features", batch_norm="frozen", train="head"),
+    _one_backward(
+        "stock-conv", "Opacus IC, BatchNorm all frozen", batch_norm="frozen", train="convolutions+head"
+    ),
+    _one_backward("ic-frozen", "IC, frozen BatchNorm", batch_norm="frozen"),
+)
+_PROBES = (
+    Method(name="probe", title="linear probe, no privacy", private=False, batch_norm=None, train="head"),
+    Method(
+        name="probe-swap",
+        title="linear probe after the GroupNorm swap, no privacy",
+        private=False,
+        group_norm=True,
+        batch_norm=None,
+        train="head",
+    ),
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {method.name: method for method in (*_ALL[:1], *_PROBES, *_FINE_TUNING, *_ALL[1:], *_ON_REQUEST)}
+)
 DEFAULT: tuple[str, ...] = tuple(method.name for method in _ALL)
+# For networks that start from weights in a file.
+PRETRAINED: tuple[str, ...] = (
+    "no-dp",
+    *(method.name for method in _PROBES),
+    *(method.name for method in _FINE_TUNING),
+    "ic",
+    "gbc-16",
+    "bc",
+)
+NEEDS_WEIGHTS: frozenset[str] = frozenset(method.name for method in (*_PROBES, *_FINE_TUNING))
 BASELINE = _ALL[0]
 
 
-def select(names: Sequence[str]) -> list[Method]:
+def select(names: Sequence[str], default: Sequence[str] = DEFAULT) -> list[Method]:
     """The named methods in the registry's order; no names mean the default ones.
 
     Raises:
@@ -145,4 +182,4 @@ def select(names: Sequence[str]) -> list[Method]:
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise ValueError(f"--methods {' '.join(unknown)}: not among {', '.join(METHODS)}")
-    return [method for name, method in METHODS.items() if name in (names or DEFAULT)]
+    return [method for name, method in METHODS.items() if name in (names or default)]

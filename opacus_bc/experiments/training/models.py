@@ -28,6 +28,8 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from opacus_bc.experiments.training.timm_networks import TIMM, timm_factory
+
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["tanh", "relu"]
 Order = Literal["conv-act-norm", "conv-norm-act"]
@@ -220,17 +222,18 @@ def replace_batch_norm(model: nn.Module, norm: Norm) -> nn.Module:
     if norm == "batch":
         return model
     if isinstance(model, _BatchNorm):
-        if norm == "none":
-            return nn.Identity()
         channels = model.num_features
-        return nn.GroupNorm(math.gcd(32, channels), channels, affine=model.affine)
+        groups = nn.GroupNorm(math.gcd(32, channels), channels, affine=model.affine)
+        put = groups if norm == "group" else nn.Identity()
+        rest = list(model.children())  # timm's BatchNormAct2d holds dropout and activation
+        return nn.Sequential(put, *rest) if rest else put
     for name, child in list(model.named_children()):
         setattr(model, name, replace_batch_norm(child, norm))
     return model
 
 
 def find_factory(name: str) -> Callable[..., nn.Module]:
-    """What a name of `MODELS` or ``"package.module:factory"`` stands for.
+    """What a name of `MODELS`, ``"timm:NAME"`` or ``"package.module:factory"`` stands for.
 
     Raises:
         ValueError: The name is unknown or cannot be imported.
@@ -240,7 +243,11 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
         return own
     known = ", ".join(MODELS)
     if ":" not in name:
-        raise ValueError(f"model {name!r}: not one of {known}, nor of the form 'package.module:factory'")
+        raise ValueError(
+            f"model {name!r}: not one of {known}, nor of the form 'package.module:factory' or 'timm:NAME'"
+        )
+    if name.startswith(TIMM):
+        return timm_factory(name)
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -75,19 +75,40 @@ def cifar10(root: Path, download: bool) -> Images:
     return images[0], images[1], images[2], images[3]
 
 
-def image_folder(root: Path, seed: int) -> Images:
-    """Pictures in one folder for each class, as RGB of 32 × 32."""
+def _folder(folder: Path, size: int) -> tuple[Tensor, Tensor, list[str]]:
+    """Images, labels and names of classes."""
     datasets = _import("torchvision.datasets", "an image folder")
+    try:
+        found = datasets.ImageFolder(str(folder))
+    except FileNotFoundError as error:
+        message = f"{folder}: needs one subfolder of images for each class ({error})"
+        raise FileNotFoundError(message) from error
+    pixels = [np.array(image.convert("RGB").resize((size, size))) for image, _ in found]
+    return _pixels(np.stack(pixels).transpose(0, 3, 1, 2)), torch.tensor(found.targets), found.classes
+
+
+def public_folder(folder: Path, private: Path, seed: int, size: int | None = None) -> tuple[Tensor, Tensor]:
+    """Public pictures in one folder for each class of the private ones, in a random order.
+
+    Raises:
+        ValueError: The private data are no folder, or have other classes.
+    """
+    if not private.is_dir():
+        raise ValueError(f"--public {folder}: goes with a folder of private images, not with {private}")
+    x, y, classes = _folder(folder, size or SIZE)
+    inside = private / "train" if (private / "train").is_dir() else private
+    expected = sorted(entry.name for entry in inside.iterdir() if entry.is_dir())
+    if classes != expected:
+        raise ValueError(f"--public {folder}: has the classes {classes}, the private images {expected}")
+    order = permutation(len(y), seed)
+    return x[order], y[order]
+
+
+def image_folder(root: Path, seed: int, size: int | None = None) -> Images:
+    """Pictures in one folder for each class, as RGB of ``size`` (32) pixels a side."""
 
     def read(folder: Path) -> tuple[Tensor, Tensor, list[str]]:
-        try:
-            found = datasets.ImageFolder(str(folder))
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{folder}: needs one subfolder of images for each class ({error})"
-            ) from error
-        pixels = [np.array(image.convert("RGB").resize((SIZE, SIZE))) for image, _ in found]
-        return _pixels(np.stack(pixels).transpose(0, 3, 1, 2)), torch.tensor(found.targets), found.classes
+        return _folder(folder, size or SIZE)
 
     if (root / "train").is_dir() and (root / "test").is_dir():
         train_x, train_y, train_classes = read(root / "train")

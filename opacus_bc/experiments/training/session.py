@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from opacus.schedulers import ExponentialGradClip
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -23,7 +22,7 @@ from opacus_bc.draws.sources import FixedPartition, PoissonBins, Spelled
 from opacus_bc.engine.resume.files import CheckpointError
 from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import Data, augment
-from opacus_bc.experiments.training.models import build
+from opacus_bc.experiments.training.pretrained import start, trained_parameters
 from opacus_bc.experiments.training.store import read_checkpoint, write_checkpoint
 from opacus_bc.experiments.training.users import made_up_users
 
@@ -33,6 +32,8 @@ PUBLIC_BATCH = 256
 PER_SAMPLE_FLOATS = 8_000_000
 SMALLEST_CHUNK = 8
 LOCAL_LR = 0.2  # of DP-FedAvg's steps on a user's own images
+# With one backward it is activations that take memory: chunks of about 128 images of 96 x 96.
+PIXELS = 128 * 96 * 96
 
 Streams = dict[str, torch.Generator]  # "sampling", "noise", "augmentation"
 Recipe = Callable[[Cell, Data, nn.Module, optim.Optimizer, Streams], tuple[Any, DataLoader[Any]]]
@@ -68,9 +69,8 @@ class Training:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass over the private data, in physical batches."""
-        parameters = sum(p.numel() for p in self.model.parameters())
         rows = (self.cell.method.mini_set or 1) if self.cell.method.users else 1
-        limit = max(SMALLEST_CHUNK, PER_SAMPLE_FLOATS // parameters, rows)
+        limit = max(self._chunk(), rows)
         individual = self.engine is not None and self.cell.method.family == "individual"
         with contextlib.ExitStack() as stack:
             loader: DataLoader[Any] = self.loader
@@ -89,6 +89,13 @@ class Training:
                         fill=self.data.black,
                     )
                 yield x, y
+
+    def _chunk(self) -> int:
+        """Samples in a physical batch of individual clipping."""
+        if self.cell.weights:
+            return max(SMALLEST_CHUNK, PIXELS // (self.cell.image_size or 224) ** 2)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return max(SMALLEST_CHUNK, PER_SAMPLE_FLOATS // parameters)
 
     def step(self, x: Tensor, y: Tensor) -> None:
         """The usual four lines."""
@@ -165,9 +172,7 @@ def prepare(cell: Cell, data: Data, *, recipe: Recipe | None = None) -> Training
         raise ValueError("published=True is not private: `opacus-bc reproduce` has the recipe for it")
     torch.manual_seed(cell.seed)
     method = cell.method
-    model = build(cell.model, norm=cell.norm, in_channels=data.in_channels, num_classes=data.num_classes)
-    if method.group_norm:
-        model = ModuleValidator.fix(model)
+    model, data = start(cell, data)
     if cell.channels_last:
         model = model.to(memory_format=torch.channels_last)
     plain = _optimizer(cell, model)
@@ -175,8 +180,9 @@ def prepare(cell: Cell, data: Data, *, recipe: Recipe | None = None) -> Training
     for number, stream in enumerate(streams.values()):
         stream.manual_seed(cell.seed * len(streams) + number)
     loader: DataLoader[Any] = DataLoader(
-        data.private, batch_size=cell.batch_size, shuffle=True, generator=streams["sampling"]
-    )
+        data.private, batch_size=cell.batch_size, shuffle=True, generator=streams["sampling"],
+        drop_last=bool(cell.weights) and not method.private,  # BatchNorm cannot normalise one sample
+    )  # fmt: skip
     forward: Any = model
     optimizer: Any = plain
     engine: PrivacyEngine | None = None
@@ -205,9 +211,10 @@ def prepare(cell: Cell, data: Data, *, recipe: Recipe | None = None) -> Training
 
 
 def _optimizer(cell: Cell, model: nn.Module) -> optim.Optimizer:
+    parameters = trained_parameters(cell, model)
     if cell.optimizer == "adam":
-        return optim.Adam(model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay)
-    return optim.SGD(model.parameters(), lr=cell.lr, momentum=cell.momentum, weight_decay=cell.weight_decay)
+        return optim.Adam(parameters, lr=cell.lr, weight_decay=cell.weight_decay)
+    return optim.SGD(parameters, lr=cell.lr, momentum=cell.momentum, weight_decay=cell.weight_decay)
 
 
 def _make_private(
@@ -236,7 +243,8 @@ def _make_private(
         "grad_sample_mode": None if method.clipping == "batch" else method.grad_sample_mode,
         "sampling": method.sampling,
         "noise_generator": noise,
-        "compare_public": False,  # cut by index; real data sets hold equal images of different origin
+        # Public images that were cut off by index are not compared: real data sets hold equal images.
+        "compare_public": data.public_apart and not cell.trial,
     }
     if method.users:
         arguments["unit"] = made_up_users(data.private.tensors[1].numpy(), method.users)

@@ -54,6 +54,7 @@ def train(
         Plain numbers, strings and lists, ready for JSON; see `report`.
     """
     training = prepare(cell, data, recipe=recipe)
+    data = training.data
     kept = (training.load(checkpoint) if checkpoint is not None else None) or {}
     accuracies: list[float] = list(kept.get("accuracies", []))
     norms: list[dict[str, float]] = list(kept.get("norms", []))

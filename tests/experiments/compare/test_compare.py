@@ -243,7 +243,7 @@ def test_automatic_delta_is_below_one_over_n() -> None:
     from opacus_bc.experiments.compare.plan import automatic_delta
 
     for size in (2, 9, 10, 11, 999, 1000, 1350, 54_000, 10**6):
-        assert 0.0999 / size <= automatic_delta(size) < 1 / size
+        assert 0.0666 / size <= automatic_delta(size) < 0.667 / size
 
 
 @pytest.mark.parametrize(
@@ -395,6 +395,7 @@ def test_a_run_that_is_ended_by_force_loses_nothing_and_repeats_nothing(how: int
 
 
 COMMITTED = sorted((ROOT / "benchmarks" / "results" / "compare").glob("*/compare.json"))
+FROM_SCRATCH = [path for path in COMMITTED if not path.parent.name.startswith("pretrained")]
 
 
 @pytest.mark.slow
@@ -411,7 +412,7 @@ def test_every_committed_epsilon_is_confirmed_by_dp_accounting(path: Path) -> No
         assert row["epsilon"] == pytest.approx(done[which], rel=2e-3)
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", FROM_SCRATCH, ids=lambda path: path.parent.name)
 def test_every_committed_result_is_found_by_the_command(path: Path) -> None:
     facts, dataset = json.loads(path.read_text())["facts"], path.parent.name
     preset = presets.preset(dataset)

@@ -131,3 +131,12 @@ def test_epsilon_is_that_of_todays_accountant_whatever_a_kept_run_says() -> None
     fresh.history = [tuple(entry) for entry in history]
     assert made.epsilon == pytest.approx(fresh.get_epsilon(1e-4))
     assert made.epsilon > 1
+
+
+def test_a_choice_by_public_images_is_said_and_not_called_unaccounted() -> None:
+    *_, settings, meaning = recommend(
+        [row("one", 90, 91)], tuned=True, tuned_on_public=True, public_apart=True
+    )
+    assert "in short runs on public images alone" in settings
+    assert "not accounted" not in settings
+    assert "public images are a folder of their own" in meaning
