@@ -71,7 +71,7 @@ GROWING = (
     "Opacus, hooks",
     "Opacus, ghost",
 )
-DEPTHWISE = (  # of the others, hooks and ghost take minutes a step and gigabytes
+DEPTHWISE = (  # the other methods are not measured on this network
     "plain SGD",
     "BC",
     "IC + public BatchNorm, bk",

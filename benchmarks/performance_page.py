@@ -60,20 +60,26 @@ def _figure(row: Mapping[str, Any]) -> str:
 
 def _rounds(rows: Rows) -> str:
     """How many rounds each network had."""
-    counts = {row["network"]: len(row["ratios"]) for row in rows}
-    return "rounds: " + ", ".join(f"{name} {count}" for name, count in counts.items())
+    counts = {row["network"]: len(row["ratios"]) for row in rows if "load" not in row}
+    return "rounds: " + _counts(counts or {row["network"]: len(row["ratios"]) for row in rows})
 
 
 def _loads(rows: Rows) -> str:
-    """How busy the machine was, where that was kept: times of small steps grow with it more than SGD's."""
-    seen = [row["load"] for row in rows if "load" in row]
+    """How busy the machine was and how many rounds there were, where that was kept."""
+    seen = [row for row in rows if "load" in row and row["method"] != "plain SGD"]
     if not seen:
         return ""
+    loads = [row["load"] for row in seen]
+    rounds = {row["network"]: len(row["ratios"]) for row in seen}
     return (
-        f"Rows of bk were measured while {min(seen):.0f} to {max(seen):.0f} processes wanted the two "
-        "cores and shared its caches; many small operations suffer from that more than a plain step. "
-        "The other rows are from a quieter machine."
+        f"Rows of bk come from runs of their own, with plain SGD in turns ({_counts(rounds)} rounds), while "
+        f"{min(loads):.0f} to {max(loads):.0f} processes wanted the two cores. The load of other rows' runs "
+        "was not kept, so that a difference between rows of both kinds may be the machine's."
     )
+
+
+def _counts(rounds: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in rounds.items())
 
 
 def _breakdown(part: Mapping[str, Any]) -> str:

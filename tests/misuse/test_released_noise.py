@@ -108,7 +108,7 @@ def test_a_draw_is_noised_by_the_bound_that_clipped_it_when_a_scheduler_moves_it
         {"clipping": "batch"},
         {"clipping": "batch", "mini_batch_size": 4},
     ],
-    ids=str,
+    ids=["hooks", "bk", "ghost", "per_layer", "alc", "bc", "gbc"],
 )
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(2)])
 def test_the_booked_rate_is_one_over_the_length_and_the_draws_have_it(
