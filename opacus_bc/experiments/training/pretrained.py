@@ -103,9 +103,15 @@ def trained_parameters(cell: Cell, model: nn.Module) -> list[nn.Parameter]:
 
 
 def _network(cell: Cell, weights: Path, num_classes: int) -> nn.Module:
-    """The network with its pretrained weights, and a new head where the file's has other classes."""
+    """The network with its pretrained weights, and a new head where the file's has other classes.
+
+    A new head starts at zero: clipped steps are short, and many of them would go into unlearning random
+    scores (timm's EfficientNets start with a standard deviation of six).
+    """
     model = build(cell.model, num_classes=num_classes)
-    name, _ = _head(model)
+    name, head = _head(model)
+    for p in head.parameters():
+        nn.init.zeros_(p)
     try:
         state: dict[str, Tensor] = torch.load(weights, weights_only=True)
     except Exception as error:  # a file of any kind fails in any way it likes

@@ -117,6 +117,9 @@ def test_the_trained_part_on_features_computes_what_the_whole_network_does(
     assert (said["mean"], said["std"]) == CONSTANTS
     with torch.no_grad():
         network = whole(data)
+        new = pretrained._head(part)[1]
+        assert not any(p.any() for p in new.parameters()), "a new head starts at zero"
+        new.load_state_dict(network.classifier.state_dict())
         if name == "stock-head":  # a head gets features with mean 0 and variance 1 on the public images
             head, network.classifier = network.classifier, nn.Identity()
             public = network(as_pretrained(data.public.tensors[0]))
