@@ -48,7 +48,7 @@ def private(norm: type[nn.Module], **kwargs):
     torch.manual_seed(0)
     model = Overwriting(norm)
     if norm is nn.BatchNorm1d:
-        kwargs["batch_norm"] = PUBLIC
+        kwargs = {"grad_sample_mode": "hooks", "batch_norm": PUBLIC} | kwargs
     return engine().make_private(
         module=model,
         optimizer=optim.SGD(model.parameters(), lr=0.1),
@@ -129,6 +129,7 @@ def test_torchvisions_resnet_keeps_its_batch_norm_and_its_in_place_operations():
         max_grad_norm=1.0,
         poisson_sampling=False,
         batch_norm=images(1),
+        grad_sample_mode="hooks",
     )
     for x, y in loader:
         optimizer.zero_grad()

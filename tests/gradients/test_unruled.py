@@ -59,7 +59,7 @@ def private(model: nn.Module, **kwargs: Any) -> tuple[Any, Any, Any]:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         poisson_sampling=False,
-        **kwargs,
+        **({"grad_sample_mode": "hooks"} | kwargs),
     )
 
 

@@ -19,16 +19,17 @@ from hypothesis import settings
 from opacus_bc import BatchMemoryManager, PrivacyEngine
 from support.opacus_differences import DIFFERENCES, difference
 
-opacus.PrivacyEngine = PrivacyEngine
-opacus.privacy_engine.PrivacyEngine = PrivacyEngine
-opacus.utils.batch_memory_manager.BatchMemoryManager = BatchMemoryManager
-
-settings.register_profile(
-    "opacus", max_examples=int(os.environ.get("OPACUS_TESTS_EXAMPLES", "4")), derandomize=True, deadline=None
-)
-settings.load_profile("opacus")
-
 WHOLE = 450  # tests of Opacus 1.6; fewer were asked for by name
+
+
+def pytest_configure() -> None:
+    """Exchange the two classes before any test is imported; an import of this module exchanges nothing."""
+    opacus.PrivacyEngine = PrivacyEngine
+    opacus.privacy_engine.PrivacyEngine = PrivacyEngine
+    opacus.utils.batch_memory_manager.BatchMemoryManager = BatchMemoryManager
+    examples = int(os.environ.get("OPACUS_TESTS_EXAMPLES", "4"))
+    settings.register_profile("opacus", max_examples=examples, derandomize=True, deadline=None)
+    settings.load_profile("opacus")
 
 
 def name_of(item: pytest.Item) -> str:

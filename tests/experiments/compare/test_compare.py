@@ -206,7 +206,7 @@ def test_tuning_tries_every_method_equally_often_and_says_that_it_is_not_account
         ("--epsilon inf", "--epsilon inf: must be"),
         ("--delta 0", "delta=0"),
         ("--delta 1.5", "delta=1.5"),
-        ("--methods bc nonsense", "--methods nonsense: not among no-dp, opacus"),
+        ("--methods bc nonsense", "--methods nonsense: not among no-dp, "),
         ("--model resnet", "model 'resnet': not one of bn_lenet5"),
         ("--model nowhere:factory", "cannot import module 'nowhere'"),
         ("--model opacus_bc:missing", "module 'opacus_bc' has no 'missing'"),

@@ -24,7 +24,7 @@ from opacus_bc.experiments.training.train import train
 from opacus_bc.mechanism.rules import FlatClipping
 
 DATA = tiny_data()
-NAMES = [name for name in METHODS if name not in NEEDS_WEIGHTS]
+NAMES = [name for name in METHODS if name not in NEEDS_WEIGHTS and not METHODS[name].users]
 PRIVATE = [name for name in NAMES if METHODS[name].private]
 LAYERS = 8  # of BN-LeNet-5 by module
 
