@@ -362,7 +362,7 @@ EMPTY = partial(
     name="empty batches",
     runs=120,
 )
-CHUNKS = partial(audit_chunks, name="chunks", runs=150)
+CHUNKS = partial(audit_chunks, name="chunks", runs=250)
 BUFFERS = partial(audit_buffers, name="buffers", runs=60, noise_multiplier=8.0)
 INDIVIDUAL_BUFFERS, BK_BUFFERS = (
     partial(BUFFERS, method=f"{how} + BatchNorm, differentiated", steps=6, noise_multiplier=30.0, runs=80)
