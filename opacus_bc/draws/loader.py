@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, default_collate, get_worker_info
 
 from opacus_bc._opacus import DPDataLoader, StockBatchMemoryManager
 from opacus_bc.draws.ledger import CHUNKS_OVER_RANKS, Delivery, DrawLedger
+from opacus_bc.draws.order import check_order, check_reads_in_order
 from opacus_bc.draws.plan import SamplingPlan
 from opacus_bc.draws.sources import (
     Draw,
@@ -120,12 +121,17 @@ def chunks_of_units(
 class _AnnouncedCollate:
     """The user's collate function; in the main process it also reports the size of an announced chunk."""
 
-    def __init__(self, collate: Callable[[list[object]], object], ledger: DrawLedger) -> None:
+    def __init__(
+        self, collate: Callable[[list[object]], object], ledger: DrawLedger, *, in_order: bool = False
+    ) -> None:
         self.collate = collate
         self.ledger = ledger
+        self.in_order = in_order and collate is not default_collate
 
     def __call__(self, samples: list[object]) -> object:
         batch = self.collate(samples)
+        if self.in_order:
+            check_order(batch, samples, self.collate)
         if get_worker_info() is None:
             self.ledger.deliver_chunk(len(samples))
         return batch
@@ -170,10 +176,13 @@ class PrivateDataLoader(DPDataLoader):  # type: ignore[misc]  # Opacus is untype
         collate = data_loader.collate_fn
         if isinstance(collate, _AnnouncedCollate):
             collate = collate.collate
+        several_rows = draws.plan.individual and draws.plan.rows_of_unit > 1
+        if several_rows:
+            check_reads_in_order(data_loader.dataset)
         DataLoader.__init__(
             self,
             batch_sampler=DrawSampler(draws, self.ledger, max_physical_batch_size, part),
-            collate_fn=_AnnouncedCollate(collate, self.ledger),
+            collate_fn=_AnnouncedCollate(collate, self.ledger, in_order=several_rows),
             **{name: getattr(data_loader, name) for name in _KEPT},
         )
 

@@ -156,6 +156,8 @@ def _missing(array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def _is_missing(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_is_missing, value))
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
     if isinstance(value, (float, np.floating)):
@@ -169,10 +171,29 @@ def _numbered(array: npt.NDArray[Any]) -> Indices:
         return np.unique(array, return_inverse=True)[1].astype(np.int64)
     numbers: dict[Hashable, int] = {}
     try:
-        found = [numbers.setdefault(each, len(numbers)) for each in array]
+        found = [numbers.setdefault(_compared_by_value(each), len(numbers)) for each in array]
     except TypeError as error:
-        raise TypeError(f"unit= has ids that are not hashable ({error}): use numbers or strings") from error
+        raise TypeError(f"unit= has ids that cannot be compared ({error}): use numbers or strings") from error
     return np.asarray(found, dtype=np.int64)
+
+
+def _compared_by_value(value: Any) -> Hashable:
+    """An id that equals the other ids of its user.
+
+    Raises:
+        TypeError: It only equals itself, so that every sample would be a user of its own.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(_compared_by_value, value))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Tensor) or getattr(type(value), "__hash__", None) is object.__hash__:
+        raise TypeError(
+            f"{type(value).__name__} objects equal only themselves, so that every sample would be a user of "
+            "its own"
+        )
+    hash(value)
+    return value  # type: ignore[no-any-return]  # hash() has seen to it
 
 
 def check_views(views: Any) -> int:

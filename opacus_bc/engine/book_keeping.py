@@ -84,7 +84,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
     book = Book(names, partial(_trained, optimizer), loader.ledger, instantiate=request.instantiate)
     probe = CouplingProbe(plain, paused=nullcontext)  # its hook comes first: nothing is recorded then
     undo.callback(probe.remove)
-    recording = BookKeeping(plain, book, names)
+    recording = BookKeeping(plain, book, names, when_grown=probe.restart)
     undo.callback(recording.remove)
     reduction = None
     if wrapper is not None and ranks is not None:

@@ -39,6 +39,10 @@ _OF_INDIVIDUAL_CLIPPING = (
     "proof; weighted means, ignore_index, contrastive losses, MixUp and padding to a batch's longest sample "
     "that the model does not mask break it unseen)",
 )
+_OF_SEVERAL_ROWS = (
+    "the training loop leaves the rows of a batch in the order in which they were delivered: a user's "
+    "samples, or a sample's views, are found by their place",
+)
 _OF_PRIVATE_STATISTICS = (
     "in evaluation mode a sample's activations do not depend on other samples (probed before each release of "
     "running statistics: evidence, no proof)",
@@ -124,6 +128,8 @@ def _assumptions(runs: Sequence[Run]) -> tuple[str, ...]:
     found: tuple[str, ...] = _ASSUMPTIONS
     if any(run.plan.individual for run in runs):
         found += _OF_INDIVIDUAL_CLIPPING
+    if any(run.plan.individual and run.plan.rows_of_unit > 1 for run in runs):
+        found += _OF_SEVERAL_ROWS
     found += _OF_USERS if any(run.plan.unit == "user" for run in runs) else _OF_SAMPLES
     if any(run.policy.name == "private" for run in runs):
         found += _OF_PRIVATE_STATISTICS

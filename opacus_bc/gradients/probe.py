@@ -71,8 +71,8 @@ class CouplingProbe:
         self._left = FORWARDS
         self._generators = generators_within(module)
         # Before the forward itself: attributes that a forward leaves for its backward are then its own.
-        hung = module if where is None else where
-        self._handles = [hung.register_forward_pre_hook(self._try_out, with_kwargs=True)]
+        self._hung = module if where is None else where
+        self._handles = [self._hung.register_forward_pre_hook(self._try_out, with_kwargs=True)]
 
     def __deepcopy__(self, memo: Memo) -> CouplingProbe:
         return self  # a copy of the model is probed by the same counter
@@ -85,6 +85,12 @@ class CouplingProbe:
             "_paused": None,
             "_generators": [],
         }
+
+    def restart(self) -> None:
+        """Look at the next forward passes again: layers are trained that were not."""
+        self._left = FORWARDS
+        if not self._handles:
+            self._handles = [self._hung.register_forward_pre_hook(self._try_out, with_kwargs=True)]
 
     def remove(self) -> None:
         """Take the hooks off."""

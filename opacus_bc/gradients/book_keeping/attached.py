@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -22,10 +22,15 @@ COMPILED = (
 )
 
 
+def _nothing() -> None:
+    """Nobody else looks at thawed layers."""
+
+
 class BookKeeping:
     """Records the forward passes of a model until it is removed.
 
-    The first forward passes are checked on a few rows (:func:`check_exactness`).
+    The first forward passes are checked on a few rows (:func:`check_exactness`), and those after layers were
+    thawed; ``when_grown`` is called then.
 
     **Edge cases**: a copy of the model is not recorded, and a pickle holds nothing of the batch. A model
     inside ``torch.compile`` is refused.
@@ -33,11 +38,18 @@ class BookKeeping:
 
     book: Book | None = None  # what an unpickled one has
 
-    def __init__(self, module: nn.Module, book: Book, names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        book: Book,
+        names: Mapping[nn.Parameter, str],
+        when_grown: Callable[[], None] = _nothing,
+    ) -> None:
         self.book = book
         self.hooks_enabled = True
         self._names = names
         self._checks_left = _CHECKED
+        self._when_grown = when_grown
         self._running: list[Recording | None] = []
         self._handles = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -53,6 +65,9 @@ class BookKeeping:
         if not (self.hooks_enabled and torch.is_grad_enabled() and self.book.open()):
             self._running.append(None)
             return
+        if self.book.grown():  # layers that were frozen in the first forward passes were not looked at
+            self._checks_left = _CHECKED
+            self._when_grown()
         if self._checks_left > 0:
             self._check(module, args, kwargs)
         self.book.mark((args, kwargs))

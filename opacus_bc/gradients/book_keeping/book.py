@@ -80,6 +80,7 @@ class Book:
         self._arrival = _node_of(self._anchor)
         self._delivery: Delivery | None = None
         self._wanted: set[int] = set()
+        self._seen: set[int] = set()  # all that was ever wanted
         self._entries: dict[int, Entry] = {}
         self._terms: dict[int, tuple[Term, ...]] = {}
         self._unfinished: set[int] = set()  # backward passes that have written something
@@ -99,6 +100,12 @@ class Book:
             self._delivery = delivery
         self._wanted = {id(p) for p in self._trained() if p.requires_grad}
         return True
+
+    def grown(self) -> bool:
+        """Whether parameters are trained now that were not in the first forward passes; says so once."""
+        grown = bool(self._seen and self._wanted - self._seen)
+        self._seen |= self._wanted
+        return grown
 
     @property
     def delivery(self) -> Delivery | None:

@@ -32,6 +32,7 @@ _KEEP = 4  # a unit's weight gradient is instantiated if it has at most so many 
 # Sums of products are off by a unit or two in the last place of the sum of the terms' lengths; this many are
 # allowed for.
 _SUM_UNITS = 8.0
+_MANY = 64  # rows that float32 adds one after the other, from where on rounding grows with their number
 
 
 def unit_norms(entry: Entry, counts: Sequence[int]) -> Tensor:
@@ -59,8 +60,10 @@ def summable(entry: Entry) -> Entry:
 
 
 def _rounding(lengths: Tensor, dtype: torch.dtype, counts: Sequence[int]) -> Tensor:
-    """What may be left of a unit's terms of these lengths that should cancel."""
-    return _SUM_UNITS * torch.finfo(dtype).eps * segment_sums(lengths.double(), counts)
+    """What may be left of a unit's terms of these lengths that should cancel; it grows with their number."""
+    number = torch.tensor(list(counts), dtype=torch.float64, device=lengths.device)
+    units = _SUM_UNITS * (number / _MANY).clamp(min=1.0)
+    return units * torch.finfo(dtype).eps * segment_sums(lengths.double(), counts)
 
 
 def _product_norms(
