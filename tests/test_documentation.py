@@ -91,7 +91,7 @@ def test_types_are_visible_to_users() -> None:
 
 README_ROWS = {
     "IC, stock Opacus": ("opacus", "Opacus, hooks"),
-    "IC + public BatchNorm": ("ic", "IC + public BatchNorm, hooks"),
+    "IC + public BatchNorm": ("ic", "IC + public BatchNorm, bk"),
     "GBC, s = 8": ("gbc-8", "GBC s=8"),
     "BC": ("bc", "BC"),
     "BC + ALC by scaling": ("bc-scale", None),
