@@ -173,7 +173,7 @@ def _numbered(array: npt.NDArray[Any]) -> Indices:
     try:
         found = [numbers.setdefault(_compared_by_value(each), len(numbers)) for each in array]
     except TypeError as error:
-        raise TypeError(f"unit= has ids that cannot be compared ({error}): use numbers or strings") from error
+        raise TypeError(f"unit= has ids that are not hashable ({error}): use numbers or strings") from error
     return np.asarray(found, dtype=np.int64)
 
 
@@ -187,7 +187,8 @@ def _compared_by_value(value: Any) -> Hashable:
         return tuple(map(_compared_by_value, value))
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
-    if isinstance(value, Tensor) or getattr(type(value), "__hash__", None) is object.__hash__:
+    by_identity = getattr(type(value), "__hash__", None) is object.__hash__ and not isinstance(value, type)
+    if isinstance(value, Tensor) or by_identity:
         raise TypeError(
             f"{type(value).__name__} objects equal only themselves, so that every sample would be a user of "
             "its own"
