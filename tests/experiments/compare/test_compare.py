@@ -248,7 +248,10 @@ def test_automatic_delta_is_below_one_over_n() -> None:
 
 @pytest.mark.parametrize(
     ("model", "methods"),
-    [("own_network:tiny", ("ic", "gbc-8")), ("torchvision.models:resnet18", ("opacus", "ic"))],
+    [
+        ("own_network:tiny", ("ic", "gbc-8")),
+        pytest.param("torchvision.models:resnet18", ("opacus", "ic"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_users_own_folder_and_factory_are_accepted(
     tmp_path: Path,
