@@ -20,8 +20,6 @@ from opacus_bc.gradients.book_keeping.window_grams import Box, shifts, window_gr
 
 _PIECE = 2**18  # floats of a temporary: they stay in the cache
 _GROUPED = 2**21  # floats that torch's own weight gradient sees at once: each call costs it much
-_WIDE = 32  # input channels of a group from which torch's own grouped weight gradient is quick
-_SMALL = 2**16  # and entries of the weight up to which it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +71,32 @@ class Convolution:
 
     def sample_gradients(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """Every sample's gradient of the weight, of shape (rows, *weight.shape)."""
-        channels = x.shape[1] // self.groups
-        depthwise = channels == 1 and self.groups > 1
-        if not (depthwise or (channels >= _WIDE and weight.numel() <= _SMALL)):
+        if self.groups == 1:
+            return (self._by_pixels if self._wide(x, grad) else self._by_windows)(x, grad, weight)
+        if x.shape[1] > self.groups:
             return self._by_windows(x, grad, weight)
         result = grad.new_empty((len(x), *weight.shape))
         for part in _pieces(len(x), math.prod(x.shape[1:]) + math.prod(grad.shape[1:]), most=_GROUPED):
             result[part] = self._by_groups(x[part], grad[part], weight)
+        return result
+
+    def _wide(self, x: Tensor, grad: Tensor) -> bool:
+        """Whether a window's line is long beside a line of the output: copies go line by line (measured)."""
+        return 2 * self.kernel[-1] * x.shape[1] >= grad.shape[-1]
+
+    def _by_pixels(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+        """:meth:`_by_windows` with all channels of a pixel side by side in memory."""
+        pixels = self.padded(x).movedim(1, -1).contiguous()
+        rows, *spaces, _ = pixels.stride()
+        jumps = [space * s for space, s in zip(spaces, self.stride, strict=True)]
+        steps = [space * d for space, d in zip(spaces, self.dilation, strict=True)]
+        shape = (len(x), *grad.shape[2:], *self.kernel, x.shape[1])
+        windows, b = pixels.as_strided(shape, (rows, *jumps, *steps, 1)), grad.flatten(2)
+        entries, places = weight[0].numel(), b.shape[2]
+        result = grad.new_empty((len(x), *weight.shape))
+        for part, buffer in _buffers(windows, entries * places):
+            found = torch.bmm(b[part], buffer.copy_(windows[part]).view(-1, places, entries))
+            result[part] = found.view(-1, len(weight), *shape[-len(self.kernel) - 1 :]).movedim(-1, 2)
         return result
 
     def _by_groups(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
@@ -105,11 +122,9 @@ class Convolution:
         windows, b = self.windows(self.padded(x), grad.shape[2:]), grad.flatten(2)
         entries, places = weight[0].numel(), b.shape[2]
         result = grad.new_empty((len(x) * self.groups, weight.shape[0] // self.groups, entries))
-        pieces = list(_pieces(len(x), self.groups * entries * places))
-        buffer = x.new_empty((max((p.stop - p.start for p in pieces), default=0), *windows.shape[1:]))
-        for part in pieces:
+        for part, buffer in _buffers(windows, self.groups * entries * places):
             rows = slice(part.start * self.groups, part.stop * self.groups)
-            a = buffer[: part.stop - part.start].copy_(windows[part]).view(-1, entries, places)
+            a = buffer.copy_(windows[part]).view(-1, entries, places)
             torch.bmm(b[part].reshape(len(a), -1, places), a.transpose(1, 2), out=result[rows])
         return result.view(len(x), *weight.shape)
 
@@ -134,6 +149,13 @@ class Convolution:
     def _apart(self, x: Tensor) -> Tensor:
         """Every sample's groups, one after the other."""
         return x.reshape(len(x) * self.groups, -1, *x.shape[2:])
+
+
+def _buffers(windows: Tensor, floats: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows in pieces, each with memory for a copy of its windows; all pieces share it."""
+    pieces = list(_pieces(len(windows), floats))
+    shared = windows.new_empty((max((p.stop - p.start for p in pieces), default=0), *windows.shape[1:]))
+    return ((part, shared[: part.stop - part.start]) for part in pieces)
 
 
 def _pieces(rows: int, floats: int, *, most: int = _PIECE) -> Iterator[slice]:

@@ -5,29 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opacus_bc.gradients.book_keeping.sums import FEW, short_products
+
 # Entries of Gram matrices are float32 sums of products. Relative to the lengths of the two columns they are
 # off by a few units in the last place (measured and tested); this many are allowed for.
 _UNITS = 32.0
 _PRODUCTS = 2.0**14  # in one sum; each may be smaller than the smallest float and vanish
-# The kernels for few columns add products one after the other: 4096 equal ones are off by 180 units, 64 by 5.
-_FEW = 32  # columns
-_SHORT = 64  # products
 
 
 def gram(columns: Tensor) -> Tensor:
     """The inner products of all pairs of columns, matrix by matrix."""
-    length, count = columns.shape[1:]
-    if not 0 < count < _FEW or length <= 2 * _SHORT or columns.dtype == torch.float64:
+    count = columns.shape[2]
+    if not 0 < count < FEW:
         return torch.bmm(columns.transpose(1, 2), columns)
-    whole = length // _SHORT * _SHORT
-    short = columns[:, :whole].reshape(-1, _SHORT, count)
-    sums = (
-        torch.bmm(short.transpose(1, 2), short)
-        .view(len(columns), -1, count, count)
-        .sum(1, dtype=torch.float64)
-    )
-    rest = columns[:, whole:]
-    return (sums + torch.bmm(rest.transpose(1, 2), rest)).to(columns.dtype)
+    return short_products(columns, columns)
 
 
 def gram_squares(a: Tensor, b: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:

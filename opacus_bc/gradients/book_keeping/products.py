@@ -7,7 +7,7 @@ with given weights, and the gradients themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,14 +15,24 @@ from torch import Tensor
 
 from opacus_bc.gradients.book_keeping.convolution import Convolution
 from opacus_bc.gradients.book_keeping.grams import gram, gram_squares, margin
+from opacus_bc.gradients.book_keeping.sums import (
+    LONG,
+    SHORT,
+    length_of_sums,
+    short_products,
+    short_sum,
+    units_of_sums,
+)
 from opacus_bc.mechanism.clipping import row_norms
 
 _PIECE = 2**22  # floats that are instantiated at once
 _TOLERATED = 0.02  # of a squared norm: by how much its upper bound may exceed it
 _NOTHING = 1e-20  # a squared norm below which nobody asks how much its upper bound exceeds it
-# Sums of products are off by a unit or two in the last place of the sum of the terms' lengths (measured and
-# tested); this many are allowed for.
+# Sums of a convolution's few products are off by a unit or two in the last place of the sum of the terms'
+# lengths (measured and tested); this many are allowed for.
 _SUM_UNITS = 8.0
+_COVERED = 34.0  # units that the margins of squared norms and of clip bounds cover together
+_KERNEL = 2 * LONG  # products that a kernel for many columns adds one after the other (measured: below 400)
 
 
 class Entry(Protocol):
@@ -58,7 +68,7 @@ class Rows:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
         flat = self.values.flatten(1) if self.values.dim() > 1 else self.values[:, None]
-        return (weights.to(flat.dtype) @ flat).view(self.values.shape[1:])
+        return short_sum(weights.to(flat.dtype), flat).view(self.values.shape[1:])
 
     def rows(self) -> Tensor:
         """See :class:`Entry`."""
@@ -153,6 +163,11 @@ class Product(Entry, Protocol):
         """Gradients of the outputs."""
         ...
 
+    @property
+    def rounding(self) -> float:
+        """By how many eps of the terms' lengths the sum of a sample's terms may be off."""
+        ...
+
     def only(self, keep: Tensor) -> Product:
         """See :class:`Entry`."""
         ...
@@ -160,11 +175,20 @@ class Product(Entry, Protocol):
 
 @dataclass(frozen=True)
 class LinearProduct:
-    """Gradients of a linear layer's weight: inputs (samples, T, in), output gradients (samples, T, out)."""
+    """Gradients of a linear layer's weight: inputs (samples, T, in), output gradients (samples, T, out).
+
+    Attributes:
+        inputs: Of the layer.
+        grads: Of its outputs.
+        shape: The weight's.
+        short: Whether sums are made of short ones whatever the weight's shape; where it has few rows or
+            columns they always are.
+    """
 
     inputs: Tensor
     grads: Tensor
-    shape: torch.Size  # the weight's
+    shape: torch.Size
+    short: bool = False
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """See :class:`Product`."""
@@ -192,26 +216,55 @@ class LinearProduct:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
-        scaled = self.grads * weights.to(self.grads.dtype)[:, None, None]
-        return (scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1)).view(self.shape)
+        scaled = (self.grads * weights.to(self.grads.dtype)[:, None, None]).flatten(0, 1)
+        inputs = self.inputs.flatten(0, 1)
+        if self._short:
+            return short_products(scaled[None], inputs[None]).view(self.shape)
+        return (scaled.T @ inputs).view(self.shape)
 
     def rows(self) -> Tensor:
         """See :class:`Entry`."""
+        if self._short:
+            return short_products(self.grads, self.inputs).view(-1, *self.shape)
         return torch.bmm(self.grads.transpose(1, 2), self.inputs).view(-1, *self.shape)
+
+    @property
+    def rounding(self) -> float:
+        """See :class:`Product`."""
+        length = self._length if self._short else _KERNEL
+        return units_of_sums(self.inputs.shape[1], length)
+
+    @property
+    def _length(self) -> int:
+        return length_of_sums(self.grads.shape[2], self.inputs.shape[2])
+
+    @property
+    def _short(self) -> bool:
+        """Samples of one position have sums of one product, however many the batch's have."""
+        return self.short or (self.inputs.shape[1] > 1 and self._length == SHORT)
 
     def only(self, keep: Tensor) -> LinearProduct:
         """See :class:`Entry`."""
-        return LinearProduct(self.inputs[keep], self.grads[keep], self.shape)
+        return replace(self, inputs=self.inputs[keep], grads=self.grads[keep])
 
 
 @dataclass(frozen=True)
 class ConvolutionProduct:
-    """Gradients of a convolution's weight, from its inputs and the gradients of its outputs."""
+    """Gradients of a convolution's weight, from its inputs and the gradients of its outputs.
+
+    Attributes:
+        convolution: Its shape.
+        inputs: Of the layer.
+        grads: Of its outputs.
+        weight: Of the layer.
+        short: Whether sums over many rows are made of sums over few.
+    """
 
     convolution: Convolution
     inputs: Tensor
     grads: Tensor
     weight: Tensor
+    short: bool = False
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """See :class:`Product`."""
@@ -229,7 +282,17 @@ class ConvolutionProduct:
         """See :class:`Entry`."""
         shape = (-1, *(1 for _ in self.grads.shape[1:]))
         scaled = self.grads * weights.to(self.grads.dtype).view(shape)  # a copy: others may hold the gradient
-        return self.convolution.weight_gradient(self.inputs, scaled, self.weight)
+        if not self.short or len(scaled) <= SHORT:
+            return self.convolution.weight_gradient(self.inputs, scaled, self.weight)
+        total = torch.zeros_like(self.weight, dtype=torch.float64)
+        for x, g in zip(torch.split(self.inputs, SHORT), torch.split(scaled, SHORT), strict=True):
+            total += self.convolution.weight_gradient(x, g, self.weight)
+        return total.to(scaled.dtype)
+
+    @property
+    def rounding(self) -> float:
+        """See :class:`Product`."""
+        return _SUM_UNITS / 2
 
     def rows(self) -> Tensor:
         """See :class:`Entry`."""
@@ -237,24 +300,27 @@ class ConvolutionProduct:
 
     def only(self, keep: Tensor) -> ConvolutionProduct:
         """See :class:`Entry`."""
-        return ConvolutionProduct(self.convolution, self.inputs[keep], self.grads[keep], self.weight)
+        return replace(self, inputs=self.inputs[keep], grads=self.grads[keep])
 
 
 def norms_from_above(entry: Product | WithTerms, squares: Tensor, lengths: Tensor) -> Tensor:
     """Norms from squared norms whose terms may cancel.
 
     **Formal guarantee**: no norm is too small: neither for the sample's gradient nor for what
-    ``weighted_sum`` makes of it, which rounds in another order. Norms above 1e-4 of the terms' lengths are
-    too large by a per cent at most: samples whose terms cancel so far that rounding could be more than that
-    are instantiated.
+    ``weighted_sum`` makes of it, which rounds in another order. Norms are too large by a per cent at most,
+    and by what float32 may make of the terms: up to 1e-6 of their lengths for few positions, 6e-5 for many.
+    Samples whose terms cancel so far that their squared norms would say less are instantiated.
     """
+    units = max(_SUM_UNITS, 2 * entry.rounding)  # of the rows, and of the weighted sum
     precision = torch.finfo(entry.grads.dtype).eps
     allowed = margin(lengths, entry.grads.dtype)
     above = squares.clamp(min=0.0) + allowed
     norms = above.sqrt()
+    if entry.rounding > _COVERED:
+        norms = norms + (entry.rounding - _COVERED) * precision * lengths.sqrt()
     doubtful = above.isfinite() & (allowed > _TOLERATED * above) & (lengths > _NOTHING)
     if bool(doubtful.any()):
-        rounding = _SUM_UNITS * precision * lengths[doubtful].sqrt()
+        rounding = units * precision * lengths[doubtful].sqrt()
         norms[doubtful] = row_norms(entry.only(doubtful).rows()) + rounding
     return norms
 
@@ -277,7 +343,7 @@ class Term:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples of weight times gradient."""
-        factors = weights.to(self.factors.dtype) @ self.factors
+        factors = short_sum(weights.to(self.factors.dtype), self.factors)
         return factors.view(-1, *(1 for _ in self.direction.shape[1:])) * self.direction
 
     def inner(self, other: Term) -> Tensor:
@@ -305,6 +371,11 @@ class WithTerms:
     def grads(self) -> Tensor:
         """Gradients of the outputs."""
         return self.product.grads
+
+    @property
+    def rounding(self) -> float:
+        """See :class:`Product`."""
+        return self.product.rounding
 
     def norms(self) -> Tensor:
         """See :class:`Entry`."""

@@ -24,15 +24,12 @@ from opacus_bc.gradients.book_keeping.products import (
     WithTerms,
     with_terms,
 )
+from opacus_bc.gradients.book_keeping.sums import SHORT, units_of_sums
 from opacus_bc.mechanism.clipping import row_norms
 from opacus_bc.mechanism.segments import owners, segment_sums
 
 _PIECE = 2**22  # floats that are laid out anew at once
 _KEEP = 4  # a unit's weight gradient is instantiated if it has at most so many times positions² entries
-# Sums of products are off by a unit or two in the last place of the sum of the terms' lengths; this many are
-# allowed for.
-_SUM_UNITS = 8.0
-_MANY = 64  # rows that float32 adds one after the other, from where on rounding grows with their number
 
 
 def unit_norms(entry: Entry, counts: Sequence[int]) -> Tensor:
@@ -50,20 +47,32 @@ def unit_norms(entry: Entry, counts: Sequence[int]) -> Tensor:
     if isinstance(product, (LinearProduct, ConvolutionProduct)):
         return _product_norms(product, terms, counts)
     rows = entry.rows()
-    return row_norms(segment_sums(rows, counts)) + _rounding(row_norms(rows), rows.dtype, counts)
+    return row_norms(_sums(rows, counts)) + _rounding(row_norms(rows), rows.dtype, counts)
 
 
 def summable(entry: Entry) -> Entry:
-    """The entry, or its rows where :func:`unit_norms` would take norms of other numbers than it adds up."""
-    known = isinstance(entry, (Rows, LinearProduct, ConvolutionProduct, WithTerms))
-    return entry if known else Rows(entry.rows())
+    """The entry with sums that :func:`unit_norms` knows the rounding of, however many rows a unit has.
+
+    Where it would take norms of other numbers than the entry adds up, these are the entry's rows.
+    """
+    if isinstance(entry, WithTerms) and isinstance(entry.product, (LinearProduct, ConvolutionProduct)):
+        return replace(entry, product=replace(entry.product, short=True))
+    if isinstance(entry, (LinearProduct, ConvolutionProduct)):
+        return replace(entry, short=True)
+    return entry if isinstance(entry, Rows) else Rows(entry.rows())
 
 
 def _rounding(lengths: Tensor, dtype: torch.dtype, counts: Sequence[int]) -> Tensor:
-    """What may be left of a unit's terms of these lengths that should cancel; it grows with their number."""
-    number = torch.tensor(list(counts), dtype=torch.float64, device=lengths.device)
-    units = _SUM_UNITS * (number / _MANY).clamp(min=1.0)
-    return units * torch.finfo(dtype).eps * segment_sums(lengths.double(), counts)
+    """What rounding may make of a unit's terms of these lengths, in :func:`_sums` and in the weighted sum."""
+    units = torch.tensor([2 * units_of_sums(count, SHORT) for count in counts], dtype=torch.float64)
+    return units.to(lengths.device) * torch.finfo(dtype).eps * segment_sums(lengths.double(), counts)
+
+
+def _sums(rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every unit's sum of its rows; of many in float64."""
+    if max(counts, default=0) <= SHORT or rows.dtype == torch.float64:
+        return segment_sums(rows, counts)
+    return torch.stack([part.sum(0, dtype=torch.float64) for part in torch.split(rows, list(counts))])
 
 
 def _product_norms(
@@ -75,7 +84,7 @@ def _product_norms(
         part = replace(product, inputs=product.inputs[rows], grads=product.grads[rows])
         few = counts[units]
         kept = [Term(term.factors[rows], term.direction) for term in terms]
-        whole = [Term(segment_sums(term.factors, few), term.direction) for term in kept]
+        whole = [Term(_sums(term.factors, few).to(term.factors.dtype), term.direction) for term in kept]
         norms = _part_norms(part, tuple(whole), few)
         for term in kept:
             norms += _rounding(term.inner(term).sqrt(), product.grads.dtype, few)
@@ -87,15 +96,15 @@ def _part_norms(
     product: LinearProduct | ConvolutionProduct, terms: tuple[Term, ...], counts: Sequence[int]
 ) -> Tensor:
     if isinstance(product, ConvolutionProduct) and product.convolution.groups > 1:
-        sums = with_terms(segment_sums(product.rows(), counts), terms)
-        return row_norms(sums) + _rounding(_grouped_lengths(product), sums.dtype, counts)
+        sums = with_terms(_sums(product.rows(), counts), terms)
+        return row_norms(sums) + _rounding(_grouped_lengths(product), product.grads.dtype, counts)
     joined = _joined(product, counts)
     positions = joined.inputs.shape[1]
     if positions == 1 or math.prod(joined.shape) > _KEEP * positions**2:
         whole: Product | WithTerms = WithTerms(joined, terms) if terms else joined
         return whole.norms()
     lengths = _norms_of_last(joined.inputs) * _norms_of_last(joined.grads)
-    rounding = _SUM_UNITS * torch.finfo(joined.grads.dtype).eps * lengths.sum(1)
+    rounding = 2 * joined.rounding * torch.finfo(joined.grads.dtype).eps * lengths.sum(1)
     return row_norms(with_terms(joined.rows(), terms)) + rounding
 
 
@@ -103,7 +112,7 @@ def _joined(product: LinearProduct | ConvolutionProduct, counts: Sequence[int]) 
     """Units as samples of a linear layer, with the positions of all their rows; missing rows are zeros."""
     if isinstance(product, LinearProduct):
         return LinearProduct(
-            _side_by_side(product.inputs, counts), _side_by_side(product.grads, counts), product.shape
+            _side_by_side(product.inputs, counts), _side_by_side(product.grads, counts), product.shape, True
         )
     shape, out = product.convolution, product.grads.shape[2:]
     windows = shape.windows(shape.padded(product.inputs), out)
@@ -113,6 +122,7 @@ def _joined(product: LinearProduct | ConvolutionProduct, counts: Sequence[int]) 
         _side_by_side(inputs.transpose(1, 2), counts),
         _side_by_side(grads.transpose(1, 2), counts),
         product.weight.shape,
+        True,
     )
 
 

@@ -56,7 +56,22 @@ def test_squared_norms_are_those_of_autograds_gradients(made: tuple[Convolution,
     grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     rows = per_sample(shape, x, grad, weight)
     torch.testing.assert_close(shape.squares(x, grad)[0], rows.flatten(1).square().sum(1))
-    torch.testing.assert_close(shape.sample_gradients(x, grad, weight), rows)
+    ways = [shape.sample_gradients, shape._by_windows, shape._by_groups]
+    for way in [*ways, shape._by_pixels] if shape.groups == 1 else ways:
+        torch.testing.assert_close(way(x, grad, weight), rows)
+
+
+@pytest.mark.parametrize(("channels", "way"), [(1, "_by_windows"), (8, "_by_pixels")])
+def test_long_lines_of_windows_are_copied_pixel_by_pixel(
+    channels: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Convolution(kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+    used: list[str] = []
+    for name in ("_by_windows", "_by_pixels"):
+        monkeypatch.setattr(Convolution, name, lambda *_, name=name: used.append(name))
+    images = torch.randn(2, channels, 16, 16)
+    shape.sample_gradients(images, torch.randn(2, 4, 16, 16), torch.randn(4, channels, 3, 3))
+    assert used == [way]
 
 
 @pytest.mark.parametrize("most", [1, 400, 2**18])
