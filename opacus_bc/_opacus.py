@@ -7,6 +7,7 @@ from opacus import PrivacyEngine as StockPrivacyEngine
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.data_loader import DPDataLoader
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import (
     AbstractGradSampleModule,
     GradSampleHooks,
@@ -47,6 +48,7 @@ __all__ = [
     "DPPerLayerOptimizer",
     "DPRNNBase",
     "DPTensorFastGradientClipping",
+    "DifferentiallyPrivateDistributedDataParallel",
     "DistributedDPOptimizer",
     "DistributedDPOptimizerFastGradientClipping",
     "GradSampleHooks",

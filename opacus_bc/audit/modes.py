@@ -25,6 +25,10 @@ def _none(size: int) -> Mapping[str, Any]:
     return {}
 
 
+def _views(size: int) -> Mapping[str, Any]:
+    return {"views": 4}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
     """How the vectors are made and clipped.
@@ -106,6 +110,7 @@ def _public_rows(mean: float) -> DataLoader[Any]:
 
 
 _BATCH = Mode(clipping="batch")
+_VIEWS: dict[str, Any] = {"unit": "sample with four views", "keywords": _views}
 MODES: Mapping[str, Mode] = MappingProxyType(
     {
         "BC": _BATCH,
@@ -136,5 +141,13 @@ MODES: Mapping[str, Mode] = MappingProxyType(
         "BK + BatchNorm, public": Mode(gradients="bk", batch_norm="public"),
         "BK + BatchNorm, differentiated": Mode(gradients="bk", batch_norm="differentiated"),
         "BK + BatchNorm, frozen": Mode(gradients="bk", batch_norm="frozen"),
+        "IC of views": Mode(**_VIEWS),
+        "IC of views, per_layer": Mode(clipping="per_layer", **_VIEWS),
+        "IC of views + BatchNorm, differentiated": Mode(batch_norm="differentiated", **_VIEWS),
+        "BK of views": Mode(gradients="bk", **_VIEWS),
+        "BK of views + ALC": Mode(gradients="bk", alc="clip", **_VIEWS),
+        "BK of views + BatchNorm, differentiated": Mode(
+            gradients="bk", batch_norm="differentiated", **_VIEWS
+        ),
     }
 )

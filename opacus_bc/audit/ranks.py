@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
+from opacus_bc._opacus import DifferentiallyPrivateDistributedDataParallel
 from opacus_bc.audit.claims import AuditResult, Claim, Row
 from opacus_bc.audit.toys import Toy, make_toy
 from opacus_bc.audit.worst_case import Observed, judge_observed, participation, releases
@@ -47,6 +48,7 @@ def observe_rank(
 ) -> None:
     """One rank's part of the worst case, written into ``folder``; the ranks have met already."""
     each = SMALLEST_MINI_SET * ranks  # every rank has a part of every mini-set
+    stock = toy.mode.stock  # Opacus's optimizer has a wrapper of its own, and divides by the ranks twice
     # Ranks differ in their own seeds, as they do in practice, and have to agree.
     present, absent = (
         make_toy(
@@ -54,7 +56,8 @@ def observe_rank(
             canaries=canaries,
             width=repetitions,
             seed=ranks * (2 * seed + which) + rank,
-            wrap=DistributedDataParallel,
+            wrap=DifferentiallyPrivateDistributedDataParallel if stock else DistributedDataParallel,
+            parts=ranks if stock else 1,
         )
         for which, canaries in enumerate((repetitions, 1))
     )
@@ -108,7 +111,7 @@ def audit_ranks(
     worker: Worker = _meet_and_observe,
     **row: Unpack[Row],
 ) -> AuditResult:
-    """The worst case of batch clipping, made by several processes together.
+    """The worst case of batch or individual clipping, made by several processes together.
 
     **Formal guarantee**: see :func:`opacus_bc.audit.claims.judge`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from opacus_bc.audit.adaptive import AdaptiveToy, audit_adaptive
 from opacus_bc.audit.canaries import audit_many_canaries
 from opacus_bc.audit.claims import AuditResult, Claim
 from opacus_bc.audit.modes import MODES
@@ -45,6 +46,7 @@ def worst_cases(repetitions: int) -> dict[str, Audit]:
             Toy(method="BK + BatchNorm, differentiated", **_FIFTY),
             repetitions // 5,
         ),
+        "BK of views": (Toy(method="BK of views", **_FIFTY), repetitions // 5),
         "BC, partition": (Toy(method="BC", sampling="partition", steps_per_epoch=10, steps=20), few),
         **{f"{name}, shuffle": (Toy(method=name, **_SHUFFLED), repetitions) for name in ("BC", "IC", "BK")},
     }
@@ -100,8 +102,18 @@ def several_processes(repetitions: int) -> dict[str, Audit]:
     toys = {
         "BC, two processes": Toy(method="BC", **_FIFTY),
         "GBC, two processes": Toy(method="GBC", mini_sets=4, **_FIFTY),
+        **{
+            f"{method}, two processes": Toy(method=method, **_FIFTY)
+            for method in ("BK", "BK of views", "IC, Opacus's arithmetic")
+        },
     }
     return {name: _named(audit_ranks, toy, name=name, repetitions=repetitions) for name, toy in toys.items()}
+
+
+def adaptive(repetitions: int) -> dict[str, Audit]:
+    """Opacus's adaptive clipping where it has a claim: without sampling."""
+    name = "IC, Opacus's adaptive, shuffle"
+    return {name: _named(audit_adaptive, AdaptiveToy(), name=name, repetitions=repetitions)}
 
 
 def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
@@ -195,6 +207,7 @@ def all_audits(*, quick: bool) -> dict[str, Audit]:
     """What the command runs, in its order."""
     return {
         **worst_cases(100_000 if quick else 1_000_000),
+        **adaptive(2000 if quick else 20_000),
         **of_users(50_000 if quick else 200_000),
         **interrupted(50_000 if quick else 500_000),
         **({} if quick else several_processes(100_000)),

@@ -116,6 +116,7 @@ class PrivateToy:
     criterion: Callable[[Tensor, Tensor], Any]
     data: Tensor
     copies: int
+    parts: int = 1  # what Opacus divides the batch size by, and its sum of several ranks' releases
     # Every step's movement of the weights, which go back to the start before anything else looks at them.
     movements: list[Tensor] = field(default_factory=list)
     sign: float = 1.0  # of the loss, and undone in what is released
@@ -143,7 +144,8 @@ class PrivateToy:
     def released(self, start: int = 0) -> Floats:
         """The noised sums of the steps from number ``start`` on, shape ``(steps, width, features)``."""
         moved = torch.stack(self.movements[start:])  # in the model's precision, which halves the memory
-        return np.asarray(moved.mul_(self.sign * float(self.optimizer.expected_batch_size)).numpy())
+        divisor = self.parts * float(self.optimizer.expected_batch_size)
+        return np.asarray(moved.mul_(self.sign * divisor).numpy())
 
     def noise_stds(self) -> Floats:
         """Noise that the optimizer says it adds to every feature of the sum."""
@@ -200,6 +202,7 @@ def make_toy(
     seed: int = 0,
     data: Tensor | None = None,
     wrap: Callable[[nn.Module], nn.Module] = _as_it_is,
+    parts: int = 1,
 ) -> PrivateToy:
     """Make a toy private.
 
@@ -210,13 +213,16 @@ def make_toy(
         copies: n; None takes so many that a mini-set without copies practically never occurs.
         seed: Of everything random.
         data: Other samples instead of the worst case's.
-        wrap: What the model is put into before it is made private.
+        wrap: What the model is put into before it is made private: several ranks then agree on the noise of
+            the first one's generator.
+        parts: See :class:`PrivateToy`.
     """
     torch.manual_seed(seed)
     if copies is None:
         copies = 40 * toy.mini_sets * toy.steps_per_epoch
     values = samples(toy, copies, canaries) if data is None else data
     mode = toy.mode
+    given = mode.seeded_by_generator or wrap is not _as_it_is
     inner: Wide = Normalised(width) if mode.batch_norm is not None else InnerProduct(toy.layers, width)
     size = len(values)
     batch = math.ceil(size / toy.steps_per_epoch)
@@ -248,7 +254,7 @@ def make_toy(
             data_loader=loader,
             noise_multiplier=toy.noise_multiplier / math.sqrt(width),
             sampling=toy.sampling,
-            noise_generator=_noise_generator(seed) if mode.seeded_by_generator else None,
+            noise_generator=_noise_generator(seed) if given else None,
             **mode.arguments(
                 size=size,
                 bound=toy.max_grad_norm,
@@ -257,7 +263,7 @@ def make_toy(
             ),
             **extra,
         )
-    if not mode.seeded_by_generator:
+    if not given:
         repeat_noise(optimizer, seed)
     return PrivateToy(
         toy=toy,
@@ -269,5 +275,6 @@ def make_toy(
         criterion=criterion[0] if criterion else Mean(),
         data=values,
         copies=copies,
+        parts=parts,
         movements=movements,
     )

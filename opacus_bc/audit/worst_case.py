@@ -24,7 +24,7 @@ from opacus_bc.audit.scores import Attack, Floats, learn_projection, likelihood_
 from opacus_bc.audit.toys import PrivateToy, Toy, make_toy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SMALLEST_MINI_SET, SamplingPlan
-from opacus_bc.draws.sources import Draw
+from opacus_bc.draws.sources import Draw, with_views
 
 Booleans = npt.NDArray[np.bool_]
 
@@ -77,8 +77,8 @@ def releases(
 
 
 def _delivered(private: PrivateToy, content: Draw) -> Iterator[Tensor]:
-    """A pass of the real loader over other draws."""
-    draws = Repeated(private.loader.plan, content)
+    """A pass of the real loader over other draws, in which a sample has as many views as in its own."""
+    draws = with_views(Repeated(private.loader.plan, content))
     loader = PrivateDataLoader(
         private.loader, draws=draws, ledger=private.loader.ledger, part=private.loader.part
     )

@@ -8,7 +8,7 @@ nothing in the package as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,14 @@ import pytest
 import torch
 
 import opacus_bc.batch_norm.gradients as norm_gradients
+import opacus_bc.engine.book_keeping as book_keeping_builder
+import opacus_bc.engine.individual as individual_builder
 import opacus_bc.mechanism.blocks as mechanism
 import opacus_bc.mechanism.clipping as clipping
 import opacus_bc.optimizers.book_keeping as book_keeping
 import opacus_bc.optimizers.private as private_optimizer
 from opacus_bc.accounting import FDPAccountant
+from opacus_bc.audit.adaptive import AdaptiveToy, audit_adaptive
 from opacus_bc.audit.claims import AuditResult
 from opacus_bc.audit.resumed import audit_resumed
 from opacus_bc.audit.table import all_audits, second_step
@@ -32,12 +35,13 @@ from opacus_bc.batch_norm.layers import ConstantStatistics
 from opacus_bc.batch_norm.policy import BatchNormPolicy
 from opacus_bc.draws.ledger import NoFreshBatchError
 from opacus_bc.draws.loader import DrawLedger
-from opacus_bc.draws.sources import PoissonBins
+from opacus_bc.draws.sources import PoissonBins, whole_units
 from opacus_bc.gradients import probe
 from opacus_bc.gradients.book_keeping.book import Book
 from opacus_bc.gradients.book_keeping.products import Rows
 from opacus_bc.mechanism.noise import TorchNoise
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
+from opacus_bc.optimizers.stock import AdaptiveOptimizer
 
 AUDITS = len(all_audits(quick=True))
 Patch = pytest.MonkeyPatch
@@ -304,6 +308,60 @@ def rows_of_one_sample_are_clipped_one_by_one(patch: Patch) -> None:
     patch.setattr("opacus_bc.optimizers.samples.check_rows", lambda *_, **__: None)
 
 
+def views_of_one_sample_are_clipped_one_by_one(patch: Patch) -> None:
+    """The loader delivers every sample's views and nobody says which rows belong together."""
+
+    def rows(draw: Any) -> Any:
+        return replace(whole_units(draw), counts=None)
+
+    for module in (individual_builder, book_keeping_builder):
+        patch.setattr(module, "whole_units", rows)
+
+
+class DrawnByView:
+    """Draws in which each view of a sample is drawn by itself."""
+
+    def __init__(self, source: Any) -> None:
+        self.plan, self.source = source.plan, source
+
+    def __iter__(self) -> Any:
+        for _ in range(self.plan.steps_per_epoch):
+            drawn = [index for _ in range(self.plan.views) for index in next(iter(self.source))[0]]
+            indices, counts = np.unique(drawn, return_counts=True)
+            yield [[i] * n for i, n in zip(indices.tolist(), counts.tolist(), strict=True)]
+
+
+def views_are_drawn_one_by_one(patch: Patch) -> None:
+    """Four chances to take part instead of one: 0.34 instead of 0.1."""
+    patch.setattr(book_keeping_builder, "with_views", DrawnByView)
+
+
+def count_without_noise(patch: Patch) -> None:
+    """The number of unclipped samples moves the clip bound as it is."""
+    add_noise = AdaptiveOptimizer.add_noise
+
+    def exact(self: Any) -> None:
+        count = float(self.unclipped_num)
+        add_noise(self)
+        self.unclipped_num = torch.tensor([count])
+
+    patch.setattr(AdaptiveOptimizer, "add_noise", exact)
+
+
+def sum_with_the_noise_of_the_whole(patch: Patch) -> None:
+    """The sum has noise for all of sigma, so that nothing is left for the count."""
+    add_noise = AdaptiveOptimizer.add_noise
+
+    def whole(self: Any) -> None:
+        own, self.unclipped_num_std = self.unclipped_num_std, 1e6
+        count = float(self.unclipped_num)
+        add_noise(self)
+        self.unclipped_num_std = own
+        self.unclipped_num = count + own * torch.randn(1, generator=self.generator)
+
+    patch.setattr(AdaptiveOptimizer, "add_noise", whole)
+
+
 def booked_at_half_the_rate(patch: Patch) -> None:
     """The accountant is told of fewer draws than the sampler makes: m/N of another N."""
     step = FDPAccountant.step
@@ -376,6 +434,9 @@ BK_THROUGH = partial(
     repetitions=10_000,
 )
 BK_CONSTANTS = single("BK + BatchNorm, public", 10_000)
+VIEWS, BK_VIEWS, BK_VIEWS_RUN = single("IC of views"), single("BK of views"), fifty("BK of views")
+ADAPTIVE = partial(audit_adaptive, AdaptiveToy(), name="adaptive", repetitions=300)
+TIGHT = partial(audit_adaptive, AdaptiveToy(count_std=1.05), name="adaptive", repetitions=2000)
 
 
 @dataclass(frozen=True)
@@ -422,15 +483,25 @@ TABLE = {
     "the same noise on two steps under BK": Mutant(the_same_noise_on_two_steps, BK_RUN),
     "IC booked at half the rate of its draws": Mutant(booked_at_half_the_rate, IC_RUN),
     "noise repeated after a resume under BK": Mutant(resume_repeats_the_noise, BK_RESUMED),
+    "views of one sample clipped one by one": Mutant(views_of_one_sample_are_clipped_one_by_one, VIEWS),
+    "views of one sample clipped one by one under BK": Mutant(
+        views_of_one_sample_are_clipped_one_by_one, BK_VIEWS
+    ),
+    "views of one sample drawn one by one": Mutant(views_are_drawn_one_by_one, BK_VIEWS_RUN),
+    "count of unclipped samples without noise": Mutant(count_without_noise, ADAPTIVE),
+    "sum and count with more than the booked budget": Mutant(sum_with_the_noise_of_the_whole, TIGHT),
 }
 
 
-SLOW = [pytest.mark.slow]  # what is the same code under IC
+SLOW = [pytest.mark.slow]  # what is the same code under IC, and steps one after the other
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=SLOW if mutant.audit is BK_BUFFERS else []) for name, mutant in TABLE.items()],
+    [
+        pytest.param(name, marks=SLOW if mutant.audit in (BK_BUFFERS, TIGHT) else [])
+        for name, mutant in TABLE.items()
+    ],
 )
 def test_every_deliberate_bug_is_caught(name: str, monkeypatch: Patch) -> None:
     mutant = TABLE[name]
@@ -442,12 +513,15 @@ def test_every_deliberate_bug_is_caught(name: str, monkeypatch: Patch) -> None:
 
 FEWER = [partial(audit, runs=20) for audit in (EMPTY, CHUNKS, BUFFERS, INDIVIDUAL_BUFFERS, BK_BUFFERS)]
 EXACT = partial(RESUMED, exact=True)
+RUNS = [RUN, IC_RUN, BK_RUN, BK_VIEWS_RUN]
 
 
-SINGLE = [BC, GBC, ALC, SCALE, IC, BK, NORM, BK_NORM, BK_THROUGH, BK_CONSTANTS]
+SINGLE = [BC, GBC, ALC, SCALE, IC, BK, NORM, BK_NORM, BK_THROUGH, BK_CONSTANTS, VIEWS, BK_VIEWS]
 
 
-@pytest.mark.parametrize("audit", [*SINGLE, RUN, IC_RUN, BK_RUN, RESUMED, BK_RESUMED, EXACT, *FEWER])
+@pytest.mark.parametrize(
+    "audit", [*SINGLE, *RUNS, RESUMED, BK_RESUMED, EXACT, ADAPTIVE, pytest.param(TIGHT, marks=SLOW), *FEWER]
+)
 def test_the_same_audits_find_nothing_in_the_package_as_it_is(audit: Callable[..., AuditResult]) -> None:
     # Each verdict is wrong with probability at most 0.001 / AUDITS.
     result = audit(audits=AUDITS)

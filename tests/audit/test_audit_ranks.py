@@ -15,11 +15,19 @@ from opacus_bc.audit.command import all_audits
 from opacus_bc.audit.ranks import all_ranks, join, observe_rank
 from opacus_bc.audit.toys import Toy
 from opacus_bc.audit.worst_case import Observed, judge_observed
+from opacus_bc.draws import sources
+from opacus_bc.engine import book_keeping, individual
 from opacus_bc.mechanism.noise import TorchNoise
+from opacus_bc.optimizers.stock import DistributedFlatOptimizer
 
 RANKS = 2
 AUDITS = len(all_audits(quick=False))
-TOYS = {"BC": Toy(method="BC"), "GBC": Toy(method="GBC", mini_sets=4)}
+STOCK = "IC, Opacus's arithmetic"
+TOYS = {
+    "BC": Toy(method="BC"),
+    "GBC": Toy(method="GBC", mini_sets=4),
+    **{method: Toy(method=method) for method in ("BK", "BK of views", STOCK)},
+}
 Bug = Callable[[pytest.MonkeyPatch, int], None]
 
 
@@ -48,8 +56,35 @@ def same_noise_on_different_parts(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def sums_are_not_added_up(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """GBC: the same noise on every rank's own mini-sets."""
+    """GBC, BK: the same noise on every rank's own mini-sets or samples."""
     patch.setattr(distributed.SummedReduction, "finish_", lambda self, clipped: None)
+
+
+def every_rank_takes_the_whole_draw(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Individual clipping: the sums of the ranks hold each sample as often as there are ranks."""
+    for module in (book_keeping, individual):
+        patch.setattr(module, "part_of_batch", lambda draw, **_: sources.whole_batch(draw))
+    patch.setattr(book_keeping, "part_of_units", lambda draw, **_: sources.whole_units(draw))
+
+
+def views_are_dealt_to_the_ranks(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Every rank clips the mean of its own views of a sample: one sample is one vector on each rank."""
+
+    def own_views(draw: Any, *, rank: int, size: int) -> Any:
+        return sources.whole_units([unit[rank::size] for unit in draw])
+
+    patch.setattr(book_keeping, "part_of_units", own_views)
+
+
+def noise_on_no_rank(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Opacus adds noise on the first rank alone, and here that is nobody."""
+    add_noise = DistributedFlatOptimizer.add_noise
+
+    def elsewhere(self: Any) -> None:
+        self.rank = 1
+        add_noise(self)
+
+    patch.setattr(DistributedFlatOptimizer, "add_noise", elsewhere)
 
 
 TABLE: dict[tuple[str, str], tuple[Bug, str]] = {
@@ -59,6 +94,16 @@ TABLE: dict[tuple[str, str], tuple[Bug, str]] = {
     ("GBC", "noise of its own on every rank"): (noise_of_its_own_on_every_rank, "VIOLATION"),
     ("BC", "the same noise on different parts"): (same_noise_on_different_parts, "VIOLATION"),
     ("GBC", "sums are not added up"): (sums_are_not_added_up, "VIOLATION"),
+    ("BK", "as it is"): (as_it_is, "holds"),
+    ("BK of views", "as it is"): (as_it_is, "holds"),
+    (STOCK, "as it is"): (as_it_is, "holds"),
+    ("BK", "noise of its own on every rank"): (noise_of_its_own_on_every_rank, "VIOLATION"),
+    ("BK", "sums are not added up"): (sums_are_not_added_up, "VIOLATION"),
+    ("BK", "every rank takes the whole draw"): (every_rank_takes_the_whole_draw, "VIOLATION"),
+    ("BK of views", "every rank takes the whole draw"): (every_rank_takes_the_whole_draw, "VIOLATION"),
+    ("BK of views", "views are dealt to the ranks"): (views_are_dealt_to_the_ranks, "VIOLATION"),
+    (STOCK, "every rank takes the whole draw"): (every_rank_takes_the_whole_draw, "VIOLATION"),
+    (STOCK, "noise on no rank"): (noise_on_no_rank, "VIOLATION"),
 }
 
 
@@ -72,7 +117,7 @@ def every_case(rank: int, ranks: int, folder: str) -> None:
     for case, (bug, _) in TABLE.items():
         with pytest.MonkeyPatch.context() as patch:
             bug(patch, rank)
-            observe_rank(rank, ranks, folder, TOYS[case[0]], 10_000, 3, name=file_name(case))
+            observe_rank(rank, ranks, folder, TOYS[case[0]], 20_000, 3, name=file_name(case))
     dist.destroy_process_group()
 
 
