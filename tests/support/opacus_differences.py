@@ -88,6 +88,12 @@ DIFFERENCES: tuple[Difference, ...] = (
         tests=("AdaClipNoiseMultiplierTest::test_privacy_accounting_with_adaclip_e2e",),
     ),
     Difference(
+        why="a model whose batch is in the second dimension is expected to be made private without "
+        "`batch_first=False`; here it is refused, because rows would be positions and not samples",
+        words=("CoupledSamplesError: replacing the input of one sample changes",),
+        tests=("PrivacyEngineText*::test_make_private_with_epsilon",),
+    ),
+    Difference(
         why="eight batches of a shuffled loader are expected to be joined into one step; here one "
         "draw is one step, and chunks of a draw are delivered by `BatchMemoryManager`",
         words=("AssertionError: 1 != 8",),
@@ -98,15 +104,26 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
 )
 
+BY_CHANCE = Difference(
+    why="the noise of 160 entries is compared with its standard deviation within 15 %, which is 1.3 standard "
+    "errors: of 60 seeds 18 % failed here and 28 % with stock Opacus, so that neither outcome says anything; "
+    "`tests/optimizers/test_mini_sets.py` and `tests/optimizers/test_samples.py` test the scale of the noise",
+    words=("AssertionError",),
+    tests=(
+        "PrivacyEngineCustomLayerTest::test_noise_level",
+        "PrivacyEngineCustomLayerHooksTest::test_noise_level",
+    ),
+)
+
 
 def difference(name: str) -> Difference | None:
-    """Why a test differs; None if it must pass."""
-    return next((found for found in DIFFERENCES if found.covers(name)), None)
+    """Why a test differs, or may differ; None if it must pass."""
+    return next((found for found in (*DIFFERENCES, BY_CHANCE) if found.covers(name)), None)
 
 
 def table() -> str:
     """The list for docs/migration.md, between its marks."""
-    rows = [f"| {found.why} | {_tests(found)} |" for found in DIFFERENCES]
+    rows = [f"| {found.why} | {_tests(found)} |" for found in (*DIFFERENCES, BY_CHANCE)]
     return "\n".join([BEGIN, "| what differs | tests of Opacus's |", "|---|---|", *rows, END])
 
 
