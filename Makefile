@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 CHECKOUT := $(VENV)/.checkout
 EXTRAS ?= experiments,dev
 WORKERS ?= 2
-BENCHMARKS ?= sampling performance accounting alc_estimation_cost batch_norm_step_cost
+BENCHMARKS ?= sampling norm_choice performance accounting alc_estimation_cost batch_norm_step_cost
 
 .PHONY: compare test test-slow opacus-tests audit lint format tutorials docs benchmarks release-check venv clean
 

@@ -15,7 +15,7 @@ GroupNorm (the transformer: LayerNorm). Results are kept in ``results/performanc
 the number of processes that wanted a core then (the load); ``--networks`` and ``--methods`` measure some rows
 anew, in one run with plain SGD;
 ``--memory`` measures memory anew and keeps the times; ``--page`` only writes docs/performance.md and its
-pictures from what is kept and from ``results/sampling.json``.
+pictures from what is kept and from ``results/sampling.json`` and ``results/norm_choice.json``.
 """
 
 from __future__ import annotations
@@ -338,7 +338,10 @@ def main() -> None:
             rows = merged(kept[part]["rows"], rows)
         kept[part] = {"rounds": args.rounds, "rows": rows}
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    write_page(kept, json.loads((RESULTS.parent / "sampling.json").read_text()))
+    sampling, choice = (
+        json.loads((RESULTS.parent / f"{name}.json").read_text()) for name in ("sampling", "norm_choice")
+    )
+    write_page(kept, sampling, choice)
 
 
 if __name__ == "__main__":

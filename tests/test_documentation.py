@@ -65,6 +65,22 @@ def test_the_scaling_page_shows_what_was_measured_of_sampling() -> None:
         assert f"| {row['N']:,} | {row['ours_us']:,} | {row['opacus_us']:,} |" in page
 
 
+def test_the_page_on_several_runs_states_upper_bounds_of_what_may_be_quoted() -> None:
+    page = (DOCS / "several_runs.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+) runs? \| ([\d.]+) \|$", page, re.MULTILINE))
+    assert list(rows) == ["one", "two", "five", "ten"]
+    accountant = accounting.FDPAccountant()
+    for runs, stated in zip((1, 2, 5, 10), map(float, rows.values()), strict=True):
+        accountant.history = [(0.6434, 0.01, runs * 2000, "poisson")]
+        assert stated - 0.1 < accountant.get_epsilon(1e-5) <= stated
+    for words in (
+        "All folds share people, so they share an engine",
+        "Early stopping",
+        "A choice between runs",
+    ):
+        assert words in page
+
+
 def test_the_mathematics_names_tests_that_exist() -> None:
     page = (DOCS / "mathematics.md").read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", page))
