@@ -76,9 +76,11 @@ _MNIST = Preset(
         "mini-sets": Setting(batch_size=2048, lr=0.25, clip=0.3),
         "gbc-4": Setting(batch_size=2048, lr=0.45, clip=0.3),
         "gbc-16": Setting(batch_size=2048, lr=0.17, clip=0.3),
-        "user-ic": Setting(batch_size=100, lr=0.5, clip=0.5),
-        "user-gbc": Setting(batch_size=100, lr=0.5, clip=0.5),
-        "user-fedavg": Setting(batch_size=100, lr=0.5, clip=0.5),
+        "user-ic": Setting(batch_size=200, lr=0.5, clip=0.5),
+        "user-ic-32": Setting(batch_size=200, lr=0.5, clip=0.5),
+        "user-gbc": Setting(batch_size=200, lr=0.5, clip=0.5),
+        "user-gbc-32": Setting(batch_size=200, lr=0.5, clip=0.5),
+        "user-fedavg": Setting(batch_size=200, lr=0.5, clip=0.5),
     },
 )
 _CIFAR10 = Preset(

@@ -101,8 +101,8 @@ def _mini_sets(size: int, *, scale: bool = False) -> Method:
     )
 
 
-def _of_users(name: str, title: str, local_steps: int = 0) -> Method:
-    return Method(name=name, title=title, clipping="batch", mini_set=8, users=1000, local_steps=local_steps)
+def _of_users(name: str, title: str, cap: int = 8, local_steps: int = 0) -> Method:
+    return Method(name=name, title=title, clipping="batch", mini_set=cap, users=1000, local_steps=local_steps)
 
 
 _ALL = (
@@ -127,7 +127,9 @@ _ON_REQUEST = (
     _one_backward("ic-diff", "IC, public BN differentiated", differentiate=True),
     Method(name="ic-hooks", title="IC, public BatchNorm, hooks"),
     _one_backward("user-ic", "IC of users, at most 8 images", mini_set=8, users=1000),
+    _one_backward("user-ic-32", "IC of users, at most 32 images", mini_set=32, users=1000),
     _of_users("user-gbc", "GBC of users, at most 8 images"),
+    _of_users("user-gbc-32", "GBC of users, at most 32 images", cap=32),
     _of_users("user-fedavg", "DP-FedAvg, 3 local steps", local_steps=3),
 )
 
@@ -166,20 +168,28 @@ PRETRAINED: tuple[str, ...] = (
     "gbc-16",
     "bc",
 )
+# Whole sets of methods that ``--methods`` knows by one name. With users: what protecting 1,000 made-up users
+# with all their images costs against protecting images, and what the cap on a user's images costs.
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"users": ("gbc-8", "user-ic", "user-ic-32", "user-gbc", "user-gbc-32", "user-fedavg")}
+)
 NEEDS_WEIGHTS: frozenset[str] = frozenset(method.name for method in (*_PROBES, *_FINE_TUNING))
 BASELINE = _ALL[0]
 
 
 def select(names: Sequence[str], default: Sequence[str] = DEFAULT) -> list[Method]:
-    """The named methods in the registry's order; no names mean the default ones.
+    """The named methods in the registry's order; no names mean the default ones, a group's all of its own.
 
     Raises:
         ValueError: A name is unknown.
 
     >>> [method.name for method in select(["bc", "no-dp"])]
     ['no-dp', 'bc']
+    >>> len(select(["users", "gbc-8"]))
+    6
     """
-    unknown = [name for name in names if name not in METHODS]
+    unknown = [name for name in names if name not in METHODS and name not in GROUPS]
     if unknown:
-        raise ValueError(f"--methods {' '.join(unknown)}: not among {', '.join(METHODS)}")
-    return [method for name, method in METHODS.items() if name in (names or default)]
+        raise ValueError(f"--methods {' '.join(unknown)}: not among {', '.join((*METHODS, *GROUPS))}")
+    wanted = {each for name in names or default for each in GROUPS.get(name, (name,))}
+    return [method for name, method in METHODS.items() if name in wanted]

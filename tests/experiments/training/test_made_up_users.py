@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from opacus_bc.experiments.compare.presets import Setting, fitted
+from opacus_bc.experiments.compare.presets import Setting, fitted, preset
 from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import limited, load
-from opacus_bc.experiments.training.methods import METHODS
+from opacus_bc.experiments.training.methods import GROUPS, METHODS, select
 from opacus_bc.experiments.training.train import train
 from opacus_bc.experiments.training.users import made_up_users
 
@@ -41,3 +41,19 @@ def test_methods_of_users_book_users_at_the_rate_of_users(name: str) -> None:
     assert result["adjacency"] == "add/remove one user"
     assert result["noise_factor"] == 1.0
     assert 7.0 < result["epsilon"] <= 8.0
+
+
+def test_the_comparison_of_users_has_one_name_and_settings_of_its_own() -> None:
+    """A thousand users, caps of 8 and of 32, mini-sets of samples beside them; one setting for all."""
+    chosen = select(["users"])
+    assert {method.name for method in chosen} == set(GROUPS["users"])
+    protected = [method for method in chosen if method.users]
+    assert [method.name for method in chosen if not method.users] == ["gbc-8"]
+    assert {(method.users, method.clipping, method.mini_set, method.local_steps) for method in protected} == {
+        (1000, "flat", 8, 0), (1000, "flat", 32, 0), (1000, "batch", 8, 0), (1000, "batch", 32, 0),
+        (1000, "batch", 8, 3),
+    }  # fmt: skip
+    settings = {fitted(preset("mnist").setting(method), method, 54_000) for method in protected}
+    assert settings == {Setting(batch_size=200, lr=0.5, clip=0.5)}
+    with pytest.raises(ValueError, match=r"--methods user: not among .*users"):
+        select(["user"])
