@@ -138,6 +138,15 @@ def test_the_table_of_costs_shows_the_numbers_of_the_committed_results(mode: str
     assert line.endswith(f"| {small} | {large} | {accuracies[1.57]} | {accuracies[8.0]} |")
 
 
+def test_the_table_of_views_shows_the_committed_runs() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "views.json").read_text())
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for views in (1, 8):
+        found = [run["accuracy"] for name, run in runs.items() if f" views={views} " in name]
+        cells = [f"{accuracy:.2f} %" for accuracy in (*found, sum(found) / len(found))]
+        assert f"| {views} | {' | '.join(cells)} | " in page
+
+
 def test_the_migration_page_lists_opacus_tests_that_differ_as_the_plugin_does() -> None:
     assert opacus_differences.table() in (DOCS / "migration.md").read_text()
     names = [name for found in opacus_differences.DIFFERENCES for name in found.tests]
