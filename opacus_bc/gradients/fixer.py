@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from opacus_bc._opacus import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, ModuleValidator
+from opacus_bc._opacus import DPGRU, DPLSTM, DPRNN, ModuleValidator
 from opacus_bc.batch_norm.layers import NORM_LAYERS
+from opacus_bc.gradients.attention import PrivateMultiheadAttention
 from opacus_bc.mechanism.names import type_name
 from opacus_bc.parallel.wrappers import is_distributed, unwrap
 
@@ -20,17 +21,17 @@ def fix(module: nn.Module, **kwargs: Any) -> nn.Module:
     """A copy of ``module`` that per-sample modes can train: ``ModuleValidator.fix`` that keeps BatchNorm.
 
     ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and ``nn.MultiheadAttention`` with trainable parameters become
-    Opacus's ``DPLSTM``, ``DPGRU``, ``DPRNN`` and ``DPMultiheadAttention``; types with
-    a fixer that you registered with Opacus become what it makes. BatchNorm and all other normalisation layers
-    stay: ``batch_norm=`` of ``make_private`` answers for them. Make the optimizer on what is returned.
+    Opacus's ``DPLSTM``, ``DPGRU`` and ``DPRNN``, and a ``DPMultiheadAttention`` that computes what torch's
+    does (Opacus's own does not with ``batch_first=True`` and several heads). Types with a fixer that you
+    registered with Opacus become what it makes. BatchNorm and all other normalisation layers stay:
+    ``batch_norm=`` of ``make_private`` answers for them. Make the optimizer on what is returned.
 
     **Formal guarantee**: ``module`` is not changed. The replacements have its weights, device, precision,
     mode and ``requires_grad``, and in evaluation mode they compute the same function, up to rounding.
 
     **Edge cases**: in training mode Opacus's recurrent layers apply dropout after every time step of every
-    layer, torch's only between layers. Opacus's layers take what Opacus documents: no ``hx=`` by keyword, no
-    single samples without a batch dimension, no float ``key_padding_mask``, and with ``batch_first=True`` no
-    ``attn_mask``; what they do not take they refuse.
+    layer, torch's only between layers. They have no ``flatten_parameters()``, call the initial state
+    ``state_init`` and not ``hx``, and take no single sequence without a batch dimension.
 
     Args:
         module: The model, before anything is wrapped around it.
@@ -144,7 +145,7 @@ def _recurrent(kind: Any) -> Callable[[Any], Any]:
 
 
 def _attention(layer: nn.MultiheadAttention) -> Any:
-    return DPMultiheadAttention(
+    return PrivateMultiheadAttention(
         layer.embed_dim,
         layer.num_heads,
         dropout=layer.dropout,

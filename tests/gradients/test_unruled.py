@@ -140,7 +140,9 @@ def test_a_block_that_draws_random_numbers_beside_its_own_parameter_is_refused()
     module, _, loader = private(Net(Block(drop=0.5)).double(), batch_norm="frozen")
     x, y = next(iter(loader))
     loss = F.cross_entropy(module(x), y)
-    with pytest.raises(RuntimeError, match=r"a Block draws random numbers .* use clipping='batch'"):
+    with pytest.raises(
+        RuntimeError, match=r"a test_unruled\.Block draws random numbers .* use clipping='batch'"
+    ):
         loss.backward()
 
 
@@ -157,7 +159,9 @@ def test_a_block_with_its_own_parameter_and_two_inputs_is_refused(how: str) -> N
 
     module, _, loader = private(Net(Calls()).double(), batch_norm="frozen")
     x, _ = next(iter(loader))
-    with pytest.raises(RuntimeError, match=r"a Block has parameters .* more than one tensor as input"):
+    with pytest.raises(
+        RuntimeError, match=r"a test_unruled\.Block has parameters .* more than one tensor as input"
+    ):
         module(x)
 
 
