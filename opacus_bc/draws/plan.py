@@ -139,13 +139,12 @@ def check_indexed(dataset: object) -> None:
 
 
 def check_data_loader(data_loader: object) -> None:
-    """Refuse private data in anything but a DataLoader over a data set with an index."""
+    """Refuse private data in anything but a DataLoader, whose data set and batch size can be asked."""
     if not isinstance(data_loader, DataLoader):
         raise TypeError(
             f"data_loader must be a torch.utils.data.DataLoader, got {type_name(data_loader)}: wrap the "
             "data set, DataLoader(dataset, batch_size=..., shuffle=True)"
         )
-    check_indexed(data_loader.dataset)
 
 
 def check_sampler(sampler: object, size: int, *, also: tuple[type, ...] = ()) -> None:
