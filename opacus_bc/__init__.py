@@ -12,6 +12,7 @@ from opacus_bc.draws.loader import BatchMemoryManager, PrivateDataLoader
 from opacus_bc.draws.units import Units
 from opacus_bc.engine.privacy_engine import PrivacyEngine
 from opacus_bc.engine.resume.files import CheckpointError
+from opacus_bc.gradients.fixer import fix
 from opacus_bc.gradients.local_update import local_update
 from opacus_bc.optimizers.averaging import AveragedWeights
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
@@ -42,6 +43,7 @@ __all__ = [
     "UnprotectedStatisticsError",
     "WarmupCosine",
     "accounting",
+    "fix",
     "local_update",
 ]
 

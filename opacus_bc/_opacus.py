@@ -20,6 +20,7 @@ from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
 )
 from opacus.grad_sample.instance_norm import compute_instance_norm_grad_sample
 from opacus.grad_sample.utils import get_gsm_class, get_hooks_class
+from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from opacus.optimizers import (
     AdaClipDPOptimizer,
@@ -36,13 +37,18 @@ from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
+from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 
 __all__ = [
+    "DPGRU",
+    "DPLSTM",
+    "DPRNN",
     "AbstractGradSampleModule",
     "AdaClipDPOptimizer",
     "DPDataLoader",
     "DPLossFastGradientClipping",
+    "DPMultiheadAttention",
     "DPOptimizer",
     "DPOptimizerFastGradientClipping",
     "DPPerLayerOptimizer",
@@ -56,6 +62,7 @@ __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "IAccountant",
+    "ModuleValidator",
     "RNNLinear",
     "SimpleDistributedPerLayerOptimizer",
     "StockBatchMemoryManager",

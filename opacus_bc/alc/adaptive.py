@@ -88,7 +88,7 @@ class AdaptiveClipping:
         self.mini_set_size = mini_set_size
         self.period = steps_per_epoch if isinstance(config.refresh, str) else config.refresh
         self.count = config.max_batches or default_count(unit, self.period * gradients_per_step)
-        self.gradient = config.gradient or loss_gradient(criterion or nn.functional.cross_entropy)
+        self.gradient = config.gradient or loss_gradient(criterion)
         self.layers = finest_layers(config.layers, names)
         self.rule = nominal_rule(config, names, unit=unit, adjacency=adjacency)
         self.steps = 0

@@ -15,7 +15,7 @@ from opacus_bc.mechanism.names import Adjacency, Unit
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import Loader
 from opacus_bc.public.data import PublicDataError, check_public_loader
-from opacus_bc.public.norms import Gradient
+from opacus_bc.public.norms import Gradient, check_drawable
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class ALC:
 
     def __post_init__(self) -> None:
         check_public_loader(self.public_loader)
+        check_drawable(self.public_loader)
         if self.public_loader.batch_size is None:
             raise PublicDataError("ALC's public loader has batch_size=None: its data set must yield samples")
         for name, value, allowed in (("rule", self.rule, Rule), ("apply", self.apply, Apply)):

@@ -19,6 +19,7 @@ from scipy.optimize import brentq, minimize_scalar
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import State
 
@@ -100,7 +101,7 @@ def check_freezable(optimizer: Optimizer) -> None:
     if type(optimizer) is not SGD:
         raise ValueError(
             f"FreezeConverged knows the noise of an update for torch.optim.SGD only, got "
-            f"{type(optimizer).__name__}"
+            f"{type_name(optimizer)}"
         )
     momenta = [group["momentum"] for group in optimizer.param_groups if group["momentum"]]
     if momenta:

@@ -13,6 +13,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
 from opacus_bc.batch_norm.layers import STATISTICS
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.types import Memo, State
 
 Owned = tuple[str, nn.Module, str]
@@ -64,7 +65,7 @@ def same(before: Tensor, after: Tensor) -> bool:
 def owner(owned: Owned) -> str:
     """What a message calls a buffer."""
     path, module, name = owned
-    return f"buffer {name!r} of {path or 'the module'} ({type(module).__name__})"
+    return f"buffer {name!r} of {path or 'the module'} ({type_name(module)})"
 
 
 class _Watch:

@@ -14,6 +14,7 @@ from opacus_bc.batch_norm.private import PrivateStatistics
 from opacus_bc.batch_norm.public import PublicStatistics
 from opacus_bc.batch_norm.subclass_check import why_not_constant
 from opacus_bc.batch_norm.subclasses import has_own_forward
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.types import Loader
 from opacus_bc.public.data import WRAP_IT, check_disjoint, check_public_loader
 
@@ -75,7 +76,7 @@ def resolve(policy: object) -> Config:
 
 
 def _called(name: str, child: nn.Module) -> str:
-    return f"{name or 'the module'} ({type(child).__name__})"
+    return f"{name or 'the module'} ({type_name(child)})"
 
 
 def has_initial_statistics(layer: Any) -> bool:

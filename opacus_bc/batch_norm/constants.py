@@ -14,6 +14,7 @@ from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper
 from opacus_bc.batch_norm.tracing import tracing
 from opacus_bc.mechanism.types import State
 from opacus_bc.mechanism.warn import users_level
+from opacus_bc.public.data import PublicDataError
 
 
 class ConstantsKeeper(PublicKeeper):
@@ -31,6 +32,12 @@ class ConstantsKeeper(PublicKeeper):
 
     def start(self) -> None:
         """Try the public data out and take the first constants."""
+        if isinstance(self.batches.first(), list):
+            raise PublicDataError(
+                "the public loader's batches are lists with a tensor for each sample. Individual clipping "
+                "needs tensors with a row for each sample: give both loaders such a collate_fn, or use "
+                "clipping='batch'"
+            )
         super().start()
         self.refresh_constants()
         if self.not_followed:

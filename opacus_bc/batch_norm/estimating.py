@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opacus_bc.batch_norm.keeper import Keeper
 from opacus_bc.batch_norm.layers import PolicyLayer
 from opacus_bc.mechanism.randomness import isolated_randomness
-from opacus_bc.public.running import evaluation_mode, forward, untouched_buffers
+from opacus_bc.public.running import evaluation_mode, run_on, untouched_buffers
 
 Collected = list[tuple[Tensor, Tensor]]
 Weights = tuple[tuple[int, int, int], ...]
@@ -71,12 +71,12 @@ class ModelKeeper(Keeper):
 def collect(
     root: nn.Module,
     layers: Iterable[PolicyLayer],
-    batches: Iterable[object],
+    inputs: Iterable[object],
     *,
     seed: int,
     differentiable: bool = False,
 ) -> dict[PolicyLayer, Collected]:
-    """Mean and variance of every layer's input, once for each time that a batch reaches it.
+    """Mean and variance of every layer's input, once for each time that an input reaches it.
 
     Each layer normalises with the batch's own statistics, as in training; all other modules are in evaluation
     mode. Modes, buffers, gradients and random streams are left as they were; hooks of the user run. The
@@ -92,8 +92,8 @@ def collect(
             torch.set_grad_enabled(differentiable),
             isolated_randomness(seed),
         ):
-            for batch in batches:
-                forward(root, batch)
+            for each in inputs:
+                run_on(root, each)
         return found
     finally:
         for layer in found:

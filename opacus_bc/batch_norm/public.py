@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from opacus_bc.batch_norm.estimating import ModelKeeper, collect, weights_fingerprint
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.randomness import isolated_randomness
 from opacus_bc.mechanism.types import Loader, Memo
 from opacus_bc.public.data import PublicDataError, check_public_loader, public_batches
-from opacus_bc.public.running import batch_input, samples, tensors
+from opacus_bc.public.running import batch_input, called, samples, tensors
 
 _CACHE_BYTES = 256 * 2**20
 
@@ -80,7 +81,7 @@ class PublicBatches:
             source = PublicBatches(self.config)  # a stream may be readable only once
             source._read(enough=1)
         batch = source[0]
-        if isinstance(batch, Tensor):
+        if isinstance(batch, (Tensor, list)):
             return batch[:2]
         assert isinstance(batch, Mapping)  # nothing else has samples
         rows = samples(batch)
@@ -94,11 +95,12 @@ class PublicBatches:
         return batches[index % len(batches)]
 
     def _read(self, enough: int | None = None) -> None:
-        loader, kept = self.config.loader, 0
+        loader, kept, other = self.config.loader, 0, ""
         with isolated_randomness(self.config.seed, loader):
             for batch in public_batches(loader, limit=self.config.max_batches):
                 inputs = batch_input(batch)
-                if samples(inputs) < 2:
+                if (len(tensors(inputs)) if isinstance(inputs, list) else samples(inputs)) < 2:
+                    other = "" if isinstance(inputs, (Tensor, Mapping, list)) else type_name(inputs)
                     continue  # one sample has no statistics
                 kept += sum(t.numel() * t.element_size() for t in tensors(inputs))
                 if self._batches and kept > _CACHE_BYTES:
@@ -106,6 +108,12 @@ class PublicBatches:
                 self._batches.append(inputs)
                 if len(self._batches) == enough:
                     break
+        if not self._batches and other:
+            raise PublicDataError(
+                f"a batch of the public loader, or its first element, is a {other}. It must be a tensor with "
+                "a row for each sample, a mapping of those (the model is called as model(**batch)), or a "
+                "list with a tensor for each sample (model(batch)): give the loader such a collate_fn"
+            )
         if not self._batches:
             raise PublicDataError(
                 f"no batch of the public loader has two samples (batch_size={loader.batch_size}): statistics "
@@ -155,8 +163,9 @@ class PublicKeeper(ModelKeeper):
                 collect(root, self.layers().values(), [batch], seed=self.batches.config.seed)
         except Exception as error:
             raise PublicDataError(
-                f"the model fails on a batch of the public loader ({type(error).__name__}: {error}): public "
-                "samples must look like private ones"
+                f"the model fails on a batch of the public loader, called as {called(batch)} "
+                f"({type(error).__name__}: {error}): public samples must look like private ones, and the "
+                "batch, or its first element, must be all that the model's forward takes"
             ) from error
 
     def finish(self) -> None:

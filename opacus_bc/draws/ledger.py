@@ -23,7 +23,8 @@ class NoFreshBatchError(RuntimeError):
     def __init__(self) -> None:
         super().__init__(
             "optimizer.step() needs a new batch of the loader that make_private returned: none was delivered "
-            "since the last step (a second step on one draw would cost privacy that is not accounted)"
+            "since the last step. Iterate over that loader, not over the one that you passed in, and step "
+            "once for each batch (a second step on one draw would cost privacy that is not accounted)"
         )
 
 
@@ -223,7 +224,8 @@ class DrawLedger:
             raise RuntimeError(
                 "several batches were delivered since the last optimizer.step(): call backward() and step() "
                 "once for each batch, or start again with iter(loader) (gradients of two draws must not be "
-                "mixed)"
+                "mixed). To accumulate over small batches, give your DataLoader the large batch_size and "
+                "iterate over opacus_bc.BatchMemoryManager's loader, which cuts it up"
             )
         return self._outstanding[0]
 

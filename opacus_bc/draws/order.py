@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from opacus_bc.mechanism.names import type_name
+
 MOVED = (
     "the collate function does not leave row {row} of a batch in its place, or makes something else of a "
     "sample beside others than alone. With unit= or views= the rows of one user, or of one sample, are found "
@@ -30,7 +32,7 @@ def check_reads_in_order(dataset: Any) -> None:
         dataset = dataset.dataset
     if hasattr(dataset, "__getitems__"):
         raise ValueError(
-            f"{type(dataset).__name__} has __getitems__, which may return samples in another order than it "
+            f"{type_name(dataset)} has __getitems__, which may return samples in another order than it "
             "was asked for. With unit= or views= the rows of one user, or of one sample, are found by their "
             "place: pass a data set with __getitem__ alone"
         )

@@ -18,6 +18,7 @@ from opacus_bc.mechanism.names import (
     adjacency_of,
     event_kind,
     neighbours,
+    type_name,
 )
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import Loader
@@ -105,19 +106,18 @@ def resolve_sampling(sampling: str | None, *, poisson_sampling: bool) -> Samplin
 def check_loader(data_loader: Loader) -> int:
     """Refuse loaders whose draws no row of the sampling table describes; return the data set's size."""
     if not isinstance(data_loader, DataLoader):
-        raise ValueError(f"data_loader must be a torch DataLoader, got {type(data_loader).__name__}")
+        raise ValueError(f"data_loader must be a torch DataLoader, got {type_name(data_loader)}")
     dataset = data_loader.dataset
-    if isinstance(dataset, IterableDataset):
-        raise ValueError("data_loader is over an IterableDataset: sampling needs a data set with an index")
+    check_indexed(dataset)
     if not hasattr(dataset, "__len__"):
-        raise ValueError(f"the data set {type(dataset).__name__} has no __len__: sampling needs its size")
+        raise ValueError(f"the data set {type_name(dataset)} has no __len__: sampling needs its size")
     size = len(dataset)
     if size < SMALLEST_MINI_SET:
         raise ValueError(f"the data set has {size} samples, at least {SMALLEST_MINI_SET} are needed")
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
         raise ValueError(
             "data_loader must make its batches from batch_size: got "
-            f"batch_sampler={type(data_loader.batch_sampler).__name__}, whose draws cannot be accounted"
+            f"batch_sampler={type_name(data_loader.batch_sampler)}, whose draws cannot be accounted"
         )
     check_sampler(data_loader.sampler, size)
     if len(data_loader) == 0:
@@ -128,11 +128,21 @@ def check_loader(data_loader: Loader) -> int:
     return size
 
 
+def check_indexed(dataset: object) -> None:
+    """Refuse streams, of which nobody can say how likely a sample is drawn."""
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"data_loader is over an IterableDataset ({type_name(dataset)}), which has neither length nor "
+            "index, so nobody can say how likely a sample is drawn: read it into a list, "
+            "DataLoader(list(dataset), batch_size=...), or write a Dataset with __len__ and __getitem__"
+        )
+
+
 def check_data_loader(data_loader: object) -> None:
     """Refuse private data in anything but a DataLoader, whose data set and batch size can be asked."""
     if not isinstance(data_loader, DataLoader):
         raise TypeError(
-            f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}: wrap the "
+            f"data_loader must be a torch.utils.data.DataLoader, got {type_name(data_loader)}: wrap the "
             "data set, DataLoader(dataset, batch_size=..., shuffle=True)"
         )
 
@@ -148,7 +158,7 @@ def check_sampler(sampler: object, size: int, *, also: tuple[type, ...] = ()) ->
             )
     elif type(sampler) not in (SequentialSampler, *also):
         raise ValueError(
-            f"data_loader draws with {type(sampler).__name__}, which no accountant here describes: use "
+            f"data_loader draws with {type_name(sampler)}, which no accountant here describes: use "
             "shuffle=True. Subset leaves samples out; weights of samples go into the loss of each"
         )
 
@@ -248,8 +258,7 @@ def _check_poisson(data_loader: Loader) -> int:
     if data_loader.batch_size is None and data_loader.batch_sampler is None:
         raise ValueError("data_loader has batch_size=None, so it makes no batches: pass a batch_size")
     dataset = data_loader.dataset
-    if isinstance(dataset, IterableDataset):
-        raise ValueError("data_loader is over an IterableDataset: sampling needs a data set with an index")
+    check_indexed(dataset)
     size = len(dataset)  # type: ignore[arg-type]  # torch types data sets as unsized
     if size == 0:
         raise ValueError("the data set has 0 samples, at least 1 is needed")

@@ -23,6 +23,7 @@ from opacus_bc.engine.release import check_private_rows
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.mechanism.blocks import noise_against_individual_clipping
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.optimizers.mini_sets import BatchClippingOptimizer
@@ -144,7 +145,8 @@ def _check_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
         )
     if is_distributed(module) and data_parallel(module) is None and not fully_sharded(module):
         raise ValueError(
-            f"clipping='batch' does not support {type(module).__name__} yet: pass the plain module"
+            f"clipping='batch' adds the ranks' gradients up itself, which {type_name(module)} does not know: "
+            "wrap the plain module in torch.nn.parallel.DistributedDataParallel instead"
         )
     own = set(module.parameters())
     if any(p not in own for p in chain.from_iterable(g["params"] for g in optimizer.param_groups)):

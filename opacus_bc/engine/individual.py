@@ -36,7 +36,7 @@ from opacus_bc.gradients.ghost import GhostCriterion
 from opacus_bc.gradients.probe import CouplingProbe
 from opacus_bc.gradients.samples import without_recording, wrapped
 from opacus_bc.gradients.sequences import SortedSequences
-from opacus_bc.mechanism.names import Sampling
+from opacus_bc.mechanism.names import Sampling, type_name
 from opacus_bc.mechanism.noise import SecureNoise, TorchNoise
 from opacus_bc.mechanism.randomness import entropy, fresh_seed, sampling_generator
 from opacus_bc.mechanism.warn import users_level
@@ -44,7 +44,7 @@ from opacus_bc.optimizers.samples import IndividualClippingOptimizer, SampleOpti
 from opacus_bc.optimizers.stock import GUARDED, GhostOptimizer
 from opacus_bc.parallel.ddp import part_of_batch
 from opacus_bc.parallel.ranks import Ranks
-from opacus_bc.parallel.wrappers import LateWrapping, unwrap
+from opacus_bc.parallel.wrappers import LateWrapping, data_parallel, unwrap
 
 
 def build_individual(request: Request, accountant: Any, noise: SecureNoise | None, undo: ExitStack) -> Run:
@@ -209,6 +209,13 @@ def _policy(request: Request) -> BatchNormPolicy:
             f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
             f"batch_first=True, got {mode!r} and {request.batch_first}"
         )
+    if policy.layers and data_parallel(request.module) is not None:
+        raise ValueError(
+            f"BatchNorm in torch's DistributedDataParallel does not go with grad_sample_mode={mode!r} "
+            f"(sampling={request.kind!r}): wrap the plain module in "
+            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel instead, or use "
+            "grad_sample_mode='bk' with Poisson sampling"
+        )
     if policy.public is not None and policy.public.differentiate and mode != "hooks":
         raise ValueError(
             f"PublicStatistics(differentiate=True) needs grad_sample_mode='hooks', got {mode!r}: Opacus's "
@@ -223,7 +230,7 @@ def _check_secure(request: Request, noise: SecureNoise | None) -> None:
         return
     raise ValueError(
         f"secure_mode=True does not go with clipping={request.clipping!r} and "
-        f"grad_sample_mode={request.mode!r} for a {type(request.module).__name__}: there "
+        f"grad_sample_mode={request.mode!r} for a {type_name(request.module)}: there "
         "Opacus's optimizer draws its noise itself, from torch generators, none of which is cryptographic. "
         "Use 'flat' or 'per_layer' with per-sample gradients, ghost clipping in one process, or "
         "clipping='batch'"

@@ -22,6 +22,7 @@ from opacus_bc.engine.book_keeping import build_book_keeping
 from opacus_bc.engine.booking import check_accountant, check_booked, check_protected
 from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
 from opacus_bc.engine.individual import build_individual
+from opacus_bc.engine.keywords import takes_no_budget, takes_no_noise_multiplier
 from opacus_bc.engine.limit import Limit
 from opacus_bc.engine.release import final_release, finished_module, recalibrate, reserved_releases
 from opacus_bc.engine.request import Request
@@ -84,6 +85,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(COPIES)
 
+    @takes_no_budget
     def make_private(
         self,
         *,
@@ -202,6 +204,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
                 stacklevel=users_level(),
             )
 
+    @takes_no_noise_multiplier
     def make_private_with_epsilon(
         self,
         *,
@@ -226,8 +229,6 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             target_delta: The budget's delta.
             epochs: Passes over the data that will be made.
         """
-        if "noise_multiplier" in kwargs:
-            raise TypeError("make_private_with_epsilon() finds noise_multiplier itself: leave it out")
         if len(self.accountant) > 0:
             warnings.warn(
                 "some privacy budget is already spent: the calibrated noise_multiplier assumes a fresh "

@@ -25,15 +25,23 @@ from opacus_bc.draws.sources import rows_of_user
 from opacus_bc.draws.units import UserIndex
 from opacus_bc.engine.booking import book_release
 from opacus_bc.engine.run import Run
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.randomness import sampling_generator
 from opacus_bc.parallel.wrappers import unwrap
 from opacus_bc.public.row_tests import row_count
+from opacus_bc.public.running import batch_input, samples
 
 
 def check_private_rows(root: nn.Module, data_loader: DataLoader[Any]) -> None:
     """Refuse, before training, a model whose running statistics could not be released in the end."""
     layers = [child for child in root.modules() if isinstance(child, PolicyLayer)]
-    check_rows_apart(root, layers, next(iter(in_order(data_loader))))
+    batch = next(iter(in_order(data_loader)))
+    if samples(inputs := batch_input(batch)) == 0:
+        raise ValueError(
+            f"batch_norm='private' needs batches with a row for each sample, and gets a {type_name(inputs)} "
+            "of which nobody can say what is whose: use a public loader"
+        )
+    check_rows_apart(root, layers, batch)
 
 
 def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bound: float | None) -> None:

@@ -32,7 +32,7 @@ from opacus_bc.draws.plan import (
 from opacus_bc.draws.units import UserIndex, as_units, check_views
 from opacus_bc.gradients.book_keeping.attached import COMPILED
 from opacus_bc.gradients.layers import check_layers
-from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of
+from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of, type_name
 from opacus_bc.mechanism.numbers import check_count, check_positive
 from opacus_bc.optimizers.private import check_optimizer
 from opacus_bc.parallel.shards import fully_sharded, reshard
@@ -251,7 +251,7 @@ class Request:
                 f"{what} needs per-sample gradients that can be averaged before they are clipped: "
                 f"grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))} in one "
                 f"process, or 'bk' with torch's DistributedDataParallel, got {self.mode!r} for a "
-                f"{type(self.module).__name__}"
+                f"{type_name(self.module)}"
             )
 
     def _check_users(self) -> None:
@@ -315,7 +315,7 @@ class Request:
             raise ValueError(
                 "alc= with clipping='flat' needs per-sample gradients in one process (ghost clipping never "
                 f"forms them): grad_sample_mode must be one of {', '.join(map(repr, PER_SAMPLE_MODES))}, got "
-                f"{self.mode!r} for a {type(self.module).__name__}"
+                f"{self.mode!r} for a {type_name(self.module)}"
             )
         if isinstance(self.module, AbstractGradSampleModule):
             raise ValueError("alc= needs the plain nn.Module; this one is wrapped for per-sample gradients")
@@ -348,8 +348,7 @@ def why_not_recorded(module: nn.Module) -> str | None:
         return "module is wrapped for per-sample gradients: pass the plain nn.Module"
     if is_distributed(module) and data_parallel(module) is None:
         return (
-            f"grad_sample_mode='bk' does not support {type(module).__name__}: use torch's "
-            "DistributedDataParallel"
+            f"grad_sample_mode='bk' does not support {type_name(module)}: use torch's DistributedDataParallel"
         )
     return COMPILED if is_compiled(module) else None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opacus_bc._opacus import DPLossFastGradientClipping, DPTensorFastGradientClipping
 from opacus_bc.mechanism.clipping import HALF
+from opacus_bc.mechanism.names import type_name
 
 
 class PerSampleLoss(DPTensorFastGradientClipping):  # type: ignore[misc]  # Opacus is untyped
@@ -105,7 +106,7 @@ class GhostNorms:
         if any(hasattr(p, "_norm_sample") for p in module.parameters(recurse=False)):
             self.forget_norms()
             raise RuntimeError(
-                f"ghost clipping has norms of a {type(module).__name__} already: it was used twice (inside "
+                f"ghost clipping has norms of a {type_name(module)} already: it was used twice (inside "
                 "and outside of a checkpoint, for instance), or an earlier backward was interrupted. Nothing "
                 "was released; take a new batch, or use grad_sample_mode='hooks'"
             )

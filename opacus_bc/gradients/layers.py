@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from opacus_bc._opacus import GradSampleHooks
+from opacus_bc._opacus import GradSampleHooks, UnsupportedModuleError
+from opacus_bc.gradients.fixer import REPLACED
+from opacus_bc.mechanism.names import type_name
 
 
 def check_layers(
@@ -24,8 +26,12 @@ def check_layers(
 
     Raises:
         ValueError: Names the layer and says what would be right.
+        UnsupportedModuleError: Also a ValueError: :func:`opacus_bc.fix` replaces the layer.
     """
     for name, layer in module.named_modules():
+        learns = any(p.requires_grad and p in trained for p in layer.parameters())
+        if learns and _in_one_piece(layer, grad_sample_mode):
+            raise UnsupportedModuleError(f"{name or 'the model'} ({type_name(layer)}): {_FIX}")
         reason = _moves_weights(layer)
         if reason is None and any(p.requires_grad and p in trained for p in layer.parameters(recurse=False)):
             if grad_sample_mode in ("hooks", "ghost", "bk"):
@@ -35,7 +41,14 @@ def check_layers(
             if reason is None and grad_sample_mode == "ghost":
                 reason = _unknown_norm(layer)
         if reason is not None:
-            raise ValueError(f"{name or 'the model'} ({type(layer).__name__}): {reason}")
+            raise ValueError(f"{name or 'the model'} ({type_name(layer)}): {reason}")
+
+
+def _in_one_piece(layer: nn.Module, grad_sample_mode: str | None) -> bool:
+    """Whether torch computes the layer in one function, in which samples' gradients cannot be told apart."""
+    if grad_sample_mode is None or (type(layer) is nn.RNN and grad_sample_mode == "ew"):  # torch tells them
+        return False
+    return type(layer) in REPLACED
 
 
 def _moves_weights(layer: nn.Module) -> str | None:
@@ -81,4 +94,9 @@ def _unknown_norm(layer: nn.Module) -> str | None:
     )
 
 
+_FIX = (
+    "torch computes it in one piece, so that no sample's gradient can be told apart. Call model = "
+    "opacus_bc.fix(model) before the optimizer is made: it puts Opacus's layer there, with the same weights, "
+    "and keeps BatchNorm. Or use clipping='batch'"
+)
 _RULES: dict[Any, Any] = GradSampleHooks.GRAD_SAMPLERS

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
 from opacus_bc.batch_norm.layers import ConstantStatistics
+from opacus_bc.mechanism.names import type_name
 
 _ONE_TENSOR = ("torch.nn.", "opacus.", "opacus_bc.")  # whose layers with a grad sampler return one tensor
 
@@ -55,7 +56,7 @@ def _one_tensor(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
         return
     if len(inputs) != 1 or named or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
         raise RuntimeError(
-            f"a {type(layer).__name__} has parameters of its own that Opacus has no rule for, and its "
+            f"a {type_name(layer)} has parameters of its own that Opacus has no rule for, and its "
             "forward has more than one tensor as input or output: put these parameters into a layer with one "
             "of each, or use clipping='batch'"
         )
@@ -88,7 +89,7 @@ class _OnOutput:
         def backward(_inputs: Any, outputs: Any) -> None:
             if not recorded:
                 raise RuntimeError(
-                    f"a {type(layer).__name__} was in evaluation mode in the forward pass, where Opacus "
+                    f"a {type_name(layer)} was in evaluation mode in the forward pass, where Opacus "
                     "records nothing: call model.train() before it"
                 )
             _refuse_overwritten(layer, seen)
@@ -105,7 +106,7 @@ class _OnOutput:
         ghost = hasattr(self._hook.func.__self__, "get_clipping_coef")
         if ghost and (next(iter(layer._forward_hooks.values())) is not self or _global_forward_hooks):
             raise RuntimeError(
-                f"a forward hook comes before those of ghost clipping on a {type(layer).__name__}: register "
+                f"a forward hook comes before those of ghost clipping on a {type_name(layer)}: register "
                 "it without prepend=True and not for all modules, or use grad_sample_mode='hooks'"
             )
 
@@ -114,7 +115,7 @@ def _refuse_overwritten(layer: nn.Module, seen: list[tuple[Tensor, int]]) -> Non
     """Opacus keeps a layer's input without a copy; autograd may have one of its own, as under autocast."""
     if any(given._version != version for given, version in seen):
         raise RuntimeError(
-            f"the input of a {type(layer).__name__} was overwritten in place after its forward pass, so its "
+            f"the input of a {type_name(layer)} was overwritten in place after its forward pass, so its "
             "per-sample gradients would be those of other values: write x = x + y for x += y, or use "
             "clipping='batch'"
         )

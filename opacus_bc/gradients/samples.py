@@ -26,7 +26,8 @@ from opacus_bc._opacus import (
 )
 from opacus_bc.gradients.ghost import GhostNorms
 from opacus_bc.gradients.output_hooks import hook_outputs
-from opacus_bc.gradients.unruled import run_live
+from opacus_bc.gradients.unruled import buffers_aside, run_live
+from opacus_bc.mechanism.names import type_name
 
 
 class Activations(list[Any]):
@@ -42,9 +43,19 @@ class GuardedHooks:
     Its backward hooks sit on the layers' outputs, which may then be overwritten in place.
     """
 
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """Opacus refuses every buffer beside trainable parameters, tables of indices too.
+
+        Here they are watched: a training forward that moves one raises (``batch_norm/buffers.py``), and no
+        model is handed out in which one has moved (``batch_norm/snapshot.py``).
+        """
+        return []
+
     def add_hooks(self, **kwargs: Any) -> None:
         """Opacus's hooks, on the outputs."""
-        super().add_hooks(**kwargs)  # type: ignore[misc]  # a mixin over Opacus's wrappers
+        with buffers_aside(self._module):  # type: ignore[attr-defined]  # a mixin over Opacus's wrappers
+            super().add_hooks(**kwargs)  # type: ignore[misc]  # see above
         hook_outputs(self)
         run_live(self)
 
@@ -63,7 +74,7 @@ class GuardedHooks:
         Raises:
             RuntimeError: The rows would not be those of the batch.
         """
-        kind = type(module).__name__
+        kind = type_name(module)
         if not module.training:
             raise RuntimeError(
                 f"a {kind} is in evaluation mode, where Opacus makes no per-sample gradients: call "
@@ -90,7 +101,7 @@ def _refuse_unequal_rows(layer: Any, rows: int) -> None:
     uses |= {len(p._current_grad_sample) for p in layer.parameters() if hasattr(p, "_current_grad_sample")}
     if len(uses) > 1:
         raise RuntimeError(
-            f"the parameters of a {type(layer).__name__} were used with {min(uses)} and {max(uses)} rows in "
+            f"the parameters of a {type_name(layer)} were used with {min(uses)} and {max(uses)} rows in "
             "one forward pass: rows that are not the same samples would be added up and clipped together. "
             "Give the layer one row for each sample in every use, or use clipping='batch'"
         )
@@ -155,7 +166,7 @@ def wrapped(
         same = (module.batch_first, module.loss_reduction) == (batch_first, loss_reduction)
         if not (same and type(module) is kind and wrap_model):
             raise ValueError(
-                f"module is wrapped for per-sample gradients already ({type(module).__name__}, "
+                f"module is wrapped for per-sample gradients already ({type_name(module)}, "
                 f"batch_first={module.batch_first}, loss_reduction={module.loss_reduction!r}): pass the "
                 "plain nn.Module"
             )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from opacus_bc._opacus import DPRNNBase
+from opacus_bc.mechanism.names import type_name
 
 
 class SortedSequences:
@@ -33,7 +34,7 @@ def _refuse_unsorted(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str,
     orders = [getattr(given, "sorted_indices", None) for given in (*inputs, *named.values())]
     if any(o is not None and not torch.equal(o, torch.arange(len(o), device=o.device)) for o in orders):
         raise ValueError(
-            f"{type(layer).__name__} got sequences packed with enforce_sorted=False: their per-sample "
+            f"{type_name(layer)} got sequences packed with enforce_sorted=False: their per-sample "
             "gradients come in another order than those of other layers, and would be clipped with them in "
             "the wrong pairs. Sort the batch by length, or use clipping='batch'"
         )

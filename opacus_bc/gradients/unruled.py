@@ -6,13 +6,15 @@ to other layers would go on with that copy's BatchNorm constants; here the layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+
+from opacus_bc.mechanism.names import type_name
 
 
 class RowByRow:
@@ -41,7 +43,7 @@ class RowByRow:
             if "random" not in str(error):
                 raise
             raise RuntimeError(
-                f"a {type(self._layer).__name__} draws random numbers (dropout, stochastic depth) beside "
+                f"a {type_name(self._layer)} draws random numbers (dropout, stochastic depth) beside "
                 "parameters of its own, and its per-sample gradients would belong to other numbers: set the "
                 "rate to 0, or use clipping='batch'"
             ) from error
@@ -65,3 +67,19 @@ def run_live(wrapper: Any) -> None:
     for layer in wrapper.iterate_submodules(wrapper._module):
         if type(layer) not in wrapper.GRAD_SAMPLERS and hasattr(layer, "ft_compute_sample_grad"):
             layer.ft_compute_sample_grad = RowByRow(layer, wrapper)
+
+
+@contextmanager
+def buffers_aside(root: nn.Module) -> Iterator[None]:
+    """While it is open the model has no buffers: Opacus's hooks refuse layers that have some.
+
+    They would not find theirs in Opacus's copy; :class:`RowByRow` runs the layer itself, with its buffers.
+    """
+    held = [(module._buffers, dict(module._buffers)) for module in root.modules()]
+    try:
+        for buffers, _ in held:
+            buffers.clear()
+        yield
+    finally:
+        for buffers, values in held:
+            buffers.update(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal, get_args
 
 # What a clipped vector belongs to. A sample (all its views) and a user (all their samples) are protected as a
@@ -40,3 +41,21 @@ def event_kind(name: str, unit: Unit) -> str:
     ('poisson over users', 'poisson')
     """
     return name + OVER_USERS if unit == "user" else name
+
+
+def type_name(value: object) -> str:
+    """What a message calls the type of ``value``: with the package that it is imported from.
+
+    A layer that obeys a BatchNorm policy (``plain_type``) is called what the user made it as.
+
+    >>> from torch import nn
+    >>> type_name(nn.BatchNorm1d(2)), type_name([1])
+    ('torch.nn.BatchNorm1d', 'list')
+    """
+    kind: type = getattr(type(value), "plain_type", type(value))
+    packages = kind.__module__.split(".")
+    for depth in range(1, len(packages)):
+        above = ".".join(packages[:depth])
+        if getattr(sys.modules.get(above), "__dict__", {}).get(kind.__name__) is kind:
+            return f"{above}.{kind.__name__}"
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -20,6 +20,7 @@ from opacus_bc.alc.adaptive import AdaptiveClipping
 from opacus_bc.alc.report import LayerReport, layer_report
 from opacus_bc.draws.ledger import Delivery, DrawLedger
 from opacus_bc.mechanism.blocks import Block, effective_noise_multiplier
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.noise import NoiseSource
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.rules import ClipRule
@@ -369,7 +370,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     params: Sequence[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(
-            f"{type(optimizer).__name__} has no step hooks of torch.optim.Optimizer, so nothing could keep "
+            f"{type_name(optimizer)} has no step hooks of torch.optim.Optimizer, so nothing could keep "
             "it from moving weights by itself: let its __init__ call super().__init__"
         )
     if not any(p.requires_grad for p in params):

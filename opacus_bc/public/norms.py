@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from opacus_bc.mechanism.clipping import tensor_norms
 from opacus_bc.mechanism.layerwise import Groups
+from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.randomness import isolated_randomness
 from opacus_bc.mechanism.types import Loader, Loss
 from opacus_bc.public.data import PublicDataError
@@ -22,8 +23,9 @@ from opacus_bc.public.running import forward, training_mode
 Gradient = Callable[[nn.Module, Any], None]
 
 
-def loss_gradient(criterion: Loss) -> Gradient:
-    """The usual g: the gradient of ``criterion(module(x), y)`` for batches ``(x, y)``."""
+def loss_gradient(criterion: Loss | None = None) -> Gradient:
+    """The usual g: the gradient of ``criterion(module(x), y)`` for ``(x, y)``; None: cross entropy."""
+    loss: Loss = criterion or nn.functional.cross_entropy
 
     def gradient(module: nn.Module, batch: object) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -32,8 +34,15 @@ def loss_gradient(criterion: Loss) -> Gradient:
                 "gradient=f) where f(module, batch) calls backward() as the training loop does"
             )
         output = forward(module, batch)
-        target = batch[1].to(output.device) if isinstance(batch[1], Tensor) else batch[1]
-        criterion(output, target).backward()  # type: ignore[no-untyped-call]  # torch's
+        if criterion is None and not (isinstance(output, Tensor) and isinstance(batch[1], Tensor)):
+            raise PublicDataError(
+                f"the model returns {type_name(output)} and y is {type_name(batch[1])}; cross entropy, the "
+                "default loss of alc=, takes a tensor each: pass the loss of your training loop, "
+                "make_private(criterion=f) with f(model(x), y)"
+            )
+        like = output if isinstance(output, Tensor) else next(module.parameters())
+        target = batch[1].to(like.device) if isinstance(batch[1], Tensor) else batch[1]
+        loss(output, target).backward()  # type: ignore[no-untyped-call]  # torch's
 
     return gradient
 
@@ -49,6 +58,16 @@ class _Detour(nn.Module):
 
     def forward(self, batch: object) -> None:
         self.gradient(self.module, batch)
+
+
+def check_drawable(loader: Loader) -> None:
+    """Refuse public data from which no mini-sets can be drawn: streams, and sets of unknown size."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise PublicDataError(
+            f"ALC draws mini-sets from its public data, which needs an index and a length, got "
+            f"{type_name(dataset)}: read a stream into a list, DataLoader(list(dataset), batch_size=...)"
+        )
 
 
 def batch_of(loader: Loader, indices: Sequence[int]) -> Any:
@@ -74,8 +93,7 @@ def measure(
     own transform makes it.
     """
     dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise PublicDataError("ALC's public loader must be over a data set with an index and a length")
+    assert hasattr(dataset, "__len__")  # check_drawable has seen to it
     order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
     found = []
     with isolated_randomness(seed, loader), training_mode(module), torch.enable_grad():

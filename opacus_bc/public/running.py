@@ -16,15 +16,35 @@ def batch_input(batch: object) -> object:
 
 
 def forward(module: nn.Module, batch: object) -> Any:
-    """Call ``module`` on a batch's input (a mapping: as keywords), moved to its device and floating dtype."""
+    """Call ``module`` on a batch's input; see :func:`run_on`."""
+    return run_on(module, batch_input(batch))
+
+
+def run_on(module: nn.Module, inputs: object) -> Any:
+    """Call ``module`` on inputs (a mapping: as keywords), moved to its device and floating dtype."""
     like = next((p for p in module.parameters() if p.is_floating_point()), None)
-    inputs = batch_input(batch) if like is None else _to(batch_input(batch), like)
-    return module(**inputs) if isinstance(inputs, Mapping) else module(inputs)
+    moved = inputs if like is None else _to(inputs, like)
+    return module(**moved) if isinstance(moved, Mapping) else module(moved)
+
+
+def called(inputs: object) -> str:
+    """How :func:`run_on` calls a model on such inputs, in words; nothing of what is in them.
+
+    >>> called({"ids": torch.zeros(3, 2), "mask": torch.ones(3, 2)}), called([torch.zeros(1), torch.zeros(2)])
+    ("model(**batch) with the keys 'ids', 'mask'", 'model(batch) with a list of 2 tensors')
+    """
+    if isinstance(inputs, Mapping):
+        return f"model(**batch) with the keys {', '.join(map(repr, inputs))}"
+    if isinstance(inputs, Tensor):
+        return f"model(x) with x of shape {tuple(inputs.shape)}"
+    return f"model(batch) with a list of {len(tensors(inputs))} tensors"
 
 
 def _to(value: object, like: Tensor) -> object:
     if isinstance(value, Mapping):
         return {key: _to(entry, like) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_to(entry, like) for entry in value]
     if not isinstance(value, Tensor):
         return value
     return value.to(like) if value.is_floating_point() else value.to(like.device)
@@ -36,13 +56,18 @@ def tensors(inputs: object) -> list[Tensor]:
     >>> [t.shape[0] for t in tensors({"ids": torch.zeros(3, 2), "name": "a", "mask": torch.ones(3)})]
     [3, 3]
     """
-    entries = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+    entries = inputs if isinstance(inputs, list) else [inputs]
+    if isinstance(inputs, Mapping):
+        entries = list(inputs.values())
     return [entry for entry in entries if isinstance(entry, Tensor)]
 
 
 def samples(inputs: object) -> int:
-    """How many samples a model's input has: the rows of its first tensor."""
-    found = tensors(inputs)
+    """How many samples a model's input has: the rows of its first tensor.
+
+    A list has none: nobody can say which rows of a layer are whose.
+    """
+    found = [] if isinstance(inputs, list) else tensors(inputs)
     return len(found[0]) if found and found[0].dim() else 0
 
 

@@ -285,7 +285,7 @@ def test_frozen_entries_leave_norms_bounds_clipping_and_noise(unit):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.Adam(p, lr=0.1), "torch.optim.SGD only, got Adam"),
+        (lambda p: torch.optim.Adam(p, lr=0.1), "torch.optim.SGD only, got torch.optim.Adam"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "without momentum, got momentum=0.9"),
     ],
 )

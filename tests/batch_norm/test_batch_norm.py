@@ -137,7 +137,7 @@ def test_without_a_policy_the_error_lists_the_choices(clipping: str) -> None:
         make_private(network(), **kwargs)
     assert isinstance(caught.value, UnsupportedModuleError)
     assert isinstance(caught.value, ValueError)
-    assert "in 1 (BatchNorm2d) and 1 more a private forward" in str(caught.value)
+    assert "in 1 (torch.nn.BatchNorm2d) and 1 more a private forward" in str(caught.value)
 
 
 @pytest.mark.parametrize("norm", [{"affine": False}, {"affine": False, "track_running_stats": False}])
@@ -314,7 +314,7 @@ def head() -> list[nn.Module]:
 def test_a_buffer_of_a_user_module_that_a_private_forward_moves_is_caught_and_named(clipping: str) -> None:
     model = nn.Sequential(nn.Sequential(Tracker()), *head())
     _, module, *rest = make_private(model, clipping=clipping)
-    with pytest.raises(MovingBufferError, match=r"buffer 'seen' of (0\.0|the module) \(Tracker\)"):
+    with pytest.raises(MovingBufferError, match=r"buffer 'seen' of (0\.0|the module) \(\S*Tracker\)"):
         train(module, *rest)
 
 

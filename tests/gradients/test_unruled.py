@@ -14,6 +14,7 @@ from support import engine
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
+from opacus_bc import MovingBufferError
 from opacus_bc.gradients.samples import PrivateGradSampleModule
 
 SIZE = 6
@@ -51,8 +52,8 @@ class Net(nn.Module):
         return self.head(self.middle(x).mean((2, 3)))
 
 
-def private(model: nn.Module, **kwargs: Any) -> tuple[Any, Any, Any]:
-    return engine().make_private(
+def private(model: nn.Module, eng: Any = None, **kwargs: Any) -> tuple[Any, Any, Any]:
+    return (eng or engine()).make_private(
         module=model,
         optimizer=optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(data(), batch_size=SIZE),
@@ -140,7 +141,9 @@ def test_a_block_that_draws_random_numbers_beside_its_own_parameter_is_refused()
     module, _, loader = private(Net(Block(drop=0.5)).double(), batch_norm="frozen")
     x, y = next(iter(loader))
     loss = F.cross_entropy(module(x), y)
-    with pytest.raises(RuntimeError, match=r"a Block draws random numbers .* use clipping='batch'"):
+    with pytest.raises(
+        RuntimeError, match=r"a test_unruled\.Block draws random numbers .* use clipping='batch'"
+    ):
         loss.backward()
 
 
@@ -157,7 +160,9 @@ def test_a_block_with_its_own_parameter_and_two_inputs_is_refused(how: str) -> N
 
     module, _, loader = private(Net(Calls()).double(), batch_norm="frozen")
     x, _ = next(iter(loader))
-    with pytest.raises(RuntimeError, match=r"a Block has parameters .* more than one tensor as input"):
+    with pytest.raises(
+        RuntimeError, match=r"a test_unruled\.Block has parameters .* more than one tensor as input"
+    ):
         module(x)
 
 
@@ -172,3 +177,47 @@ def test_stochastic_depth_drops_whole_samples_and_the_dropped_ones_have_no_gradi
     assert 0 < int(dropped[-1].sum()) < SIZE  # or the seed is a bad one
     gone = model.middle[0].weight.grad_sample.flatten(1).abs().sum(1) == 0
     assert torch.equal(gone, dropped[-1])
+
+
+class Table(nn.Module):
+    """A table read through a constant buffer of indices, as Swin's relative positions are."""
+
+    def __init__(self, moves: bool = False) -> None:
+        super().__init__()
+        self.conv, self.table = nn.Conv2d(3, 3, 1), nn.Parameter(torch.randn(5, 3))
+        self.register_buffer("index", torch.tensor([4, 0, 0]))
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves and self.training:
+            self.index.copy_(self.index.flip(0))
+        return self.conv(x) + self.table[self.index].sum(0).view(-1, 1, 1) * x.mean((2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_constant_buffers_beside_parameters_are_accepted_and_gradients_are_exact(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Net(Table()).double()
+    x, y = data().tensors
+    expected = one_by_one(copy.deepcopy(model), x, y)
+    module = private(model, grad_sample_mode=mode)[0]
+    assert dict(model.named_buffers()).keys() == {"middle.0.index"}  # put back where it was
+    assert_rows(module, model, expected)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "bk"])
+def test_a_buffer_beside_parameters_that_a_forward_moves_is_refused_in_that_forward(mode: str) -> None:
+    module, _, loader = private(Net(Table(moves=True)).double(), grad_sample_mode=mode)
+    with pytest.raises(MovingBufferError, match=r"'index' of (middle\.0|the module) \(test_unruled\.Table\)"):
+        module(next(iter(loader))[0])
+
+
+def test_a_buffer_beside_parameters_that_moves_later_is_not_handed_out() -> None:
+    model, eng = Net(Table()).double(), engine()
+    module, optimizer, loader = private(model, eng=eng)
+    for x, y in loader:
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    model.middle[0].index.copy_(torch.tensor([1, 1, 1]))
+    with pytest.raises(MovingBufferError, match="index"):
+        eng.finalize(module)

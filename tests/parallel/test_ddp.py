@@ -159,6 +159,9 @@ def test_what_ranks_could_not_agree_on_is_refused(ranks: Any) -> None:
         assert "after make_private" in rank["wrapped later"]
         assert "after make_private" in rank["individual, wrapped later"]
         assert "BatchMemoryManager" in rank["chunks"]
+        assert "wrap the plain module in torch.nn.parallel.Distributed" in rank["Opacus's wrapper"]
+        assert "opacus.distributed.DifferentiallyPrivateDistributedDataP" in rank["torch's wrapper"]
+        assert "public samples" not in rank["torch's wrapper"]
         assert rank["private"].startswith("NotImplementedError")
         assert "must be the same on every rank" in rank["different"]
         assert "must be the same on every rank" in rank["different users"]

@@ -317,6 +317,18 @@ def refusals() -> dict[str, Any]:
         model = DistributedDataParallel(training.model)
         model(next(iter(training.loader))[0].double())
 
+    def opacus_wrapper() -> None:
+        model = DPDDP(network())
+        engine().make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(blobs(), batch_size=20),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            clipping="batch",
+            mini_batch_size=4,
+        )
+
     def chunks() -> None:
         Training(parallel=True).loader.with_max_physical_batch_size(4)
 
@@ -329,6 +341,12 @@ def refusals() -> dict[str, Any]:
         "wrapped later": _message(wrapped_later),
         "individual, wrapped later": _message(individual_wrapped_later),
         "chunks": _message(chunks),
+        "Opacus's wrapper": _message(opacus_wrapper),
+        "torch's wrapper": _message(
+            lambda: Training(
+                parallel=True, norm=True, clipping="flat", batch_norm="frozen", grad_sample_mode="hooks"
+            )
+        ),
         "private": _message(lambda: Training(parallel=True, norm=True, batch_norm="private")),
         "different": _message(lambda: Training(parallel=True, noise_multiplier=1.0 + dist.get_rank())),
         "different users": _message(

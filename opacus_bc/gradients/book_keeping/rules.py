@@ -464,7 +464,8 @@ def _no_rule(name: str, book: Book, *parameters: Tensor) -> BookKeepingError:
     who = book.name_of(parameters[0]) if parameters else "a parameter"
     return BookKeepingError(
         f"{who} meets the batch in {name}, of which no per-sample gradient is known in one backward: use "
-        "grad_sample_mode='hooks', freeze the parameter, or use clipping='batch'"
+        "grad_sample_mode='hooks' (for torch's recurrent layers and attention opacus_bc.fix), freeze the "
+        "parameter, or use clipping='batch'"
     )
 
 
