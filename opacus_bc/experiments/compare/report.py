@@ -15,7 +15,8 @@ from typing import Any
 from opacus_bc.accounting.display import rounded_up
 from opacus_bc.engine.statement import counted
 from opacus_bc.experiments.compare import plots
-from opacus_bc.experiments.compare.summary import Row, recommend
+from opacus_bc.experiments.compare.recommendation import recommend
+from opacus_bc.experiments.compare.summary import Row
 from opacus_bc.experiments.training import canvas
 from opacus_bc.experiments.training.store import write_file, write_json
 
@@ -63,17 +64,24 @@ class Comparison:
         f = self.facts
         return (
             f"{f['model']} on {f['dataset']}: {f['private_size']} private, {f['public_size']} public and "
-            f"{f['test_size']} test images, {counted(f['epochs'], 'epoch')}, {counted(f['seeds'], 'seed')}"
+            f"{f['test_size']} test {self.samples}, {counted(f['epochs'], 'epoch')}, "
+            f"{counted(f['seeds'], 'seed')}"
         )
 
     @property
+    def samples(self) -> str:
+        """What the data consist of."""
+        return str(self.facts.get("samples", "images"))
+
+    @property
     def recommendation(self) -> list[str]:
-        """See `opacus_bc.experiments.compare.summary.recommend`."""
+        """See `opacus_bc.experiments.compare.recommendation.recommend`."""
         return recommend(
             self.rows,
             tuned=self.tuned,
             tuned_on_public=self.tuned_on_public,
             public_apart=self.public_apart,
+            samples=self.samples,
         )
 
 

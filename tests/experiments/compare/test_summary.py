@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from opacus_bc.accounting import FDPAccountant
-from opacus_bc.experiments.compare.summary import FACTOR, Row, make_rows, recommend, separation
+from opacus_bc.experiments.compare.recommendation import FACTOR, recommend
+from opacus_bc.experiments.compare.summary import Row, make_rows, separation
 
 
 def row(name: str, *accuracies: float, **changes: Any) -> Row:
