@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -204,7 +205,11 @@ def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> d
     """Train a cell from where it stands and keep its result."""
     store = Store(root)
     checkpoint = store.checkpoint(cell)
-    result = train(cell, source.load(), checkpoint=checkpoint, on_epoch=on_epoch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".* is no less than 1/"
+        )  # told once, with the option's name
+        result = train(cell, source.load(), checkpoint=checkpoint, on_epoch=on_epoch)
     write_json(store.cell(cell), result)
     checkpoint.unlink(missing_ok=True)
     return result

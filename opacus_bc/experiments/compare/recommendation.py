@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from opacus_bc.experiments.compare.summary import Row, separation
+from opacus_bc.experiments.training.methods import NEEDS_WEIGHTS
 
 # A difference counts when it exceeds this many of its standard errors.
 FACTOR = 2.0
@@ -27,7 +28,8 @@ def recommend(
     Methods under different adjacencies get paragraphs of their own and are never compared. ``samples`` is
     what the data consist of.
     """
-    plain = next((row for row in rows if not row.private), None)
+    # A linear probe is no measure of what privacy costs: it trains less than the others do.
+    plain = next((row for row in rows if not row.private and row.name not in NEEDS_WEIGHTS), None)
     groups: dict[tuple[float, str], list[Row]] = {}
     for row in rows:
         if row.budget is not None and row.protected and row.epsilon is not None:
@@ -39,7 +41,7 @@ def recommend(
             "not ranked against each other."
         )
     if texts:
-        texts += [_caveat(tuned, tuned_on_public), _not_a_release(public_apart, samples)]
+        texts += [_caveat(tuned, tuned_on_public, samples), _not_a_release(public_apart, samples)]
     return texts or ["No private method was compared, so there is nothing to recommend."]
 
 
@@ -55,7 +57,8 @@ def _paragraph(members: Sequence[Row], plain: Row | None) -> str:
         )
     parts = [f"{budget} use **{best.title}**: {_figure(best)}.", _certainty(ranked)]
     if plain is not None:
-        parts.append(f"Privacy costs {_points(plain, best)} points: without it {_figure(plain)}.")
+        cost = f"costs {_points(plain, best)} points" if plain.mean > best.mean else "costs no accuracy here"
+        parts.append(f"Privacy {cost}: without it {_figure(plain)}.")
     if best.time is not None:
         parts.append(f"An epoch takes {_cost(best)}.")
     if best.family == "individual":
@@ -133,7 +136,7 @@ def _cost(row: Row) -> str:
     return text if row.memory is None else f"{text} and {row.memory:.2f} × its memory"
 
 
-def _caveat(tuned: bool, on_public: bool) -> str:
+def _caveat(tuned: bool, on_public: bool, samples: str) -> str:
     if tuned and on_public:
         return (
             "Learning rates were chosen out of three for every private method in short runs on public images "
@@ -144,6 +147,11 @@ def _caveat(tuned: bool, on_public: bool) -> str:
         return (
             "Learning rates and clip bounds were tuned with equal effort for every method by training on the "
             "private data, and **this tuning is not accounted**: the ε shown is that of one run."
+        )
+    if samples != "images":
+        return (
+            "Learning rates, clip bounds and batch sizes were chosen for images, and scaled to these "
+            f"{samples} without a search; other settings may change the order (--tune searches)."
         )
     return (
         "Learning rates and clip bounds are defaults, chosen by hand for their test accuracy on benchmark "

@@ -15,6 +15,7 @@ from typing import Any
 from opacus_bc.accounting.display import rounded_up
 from opacus_bc.engine.statement import counted
 from opacus_bc.experiments.compare import plots
+from opacus_bc.experiments.compare.looks import looks
 from opacus_bc.experiments.compare.recommendation import recommend
 from opacus_bc.experiments.compare.summary import Row
 from opacus_bc.experiments.training import canvas
@@ -160,6 +161,7 @@ def page(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
         for row in sorted(comparison.rows, key=lambda row: row.mean)
         if row.protected
     }
+    styles = looks(comparison.rows)
     body = []
     before: float | None = None
     for row in comparison.rows:
@@ -167,7 +169,8 @@ def page(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
         before = row.budget
         wins = row.protected and best[row.budget, row.adjacency] == row.mean
         columns = "".join(f"<td>{html.escape(text)}</td>" for text in cells(row))
-        body.append(f'<tr class="{row.family}{new}{" best" if wins else ""}">{columns}</tr>')
+        colour = f"--method: {styles[row.name].colour}"
+        body.append(f'<tr class="{row.family}{new}{" best" if wins else ""}" style="{colour}">{columns}</tr>')
     figures = "".join(_picture(title, path.read_bytes()) for title, path in pictures.items())
     failed = "".join(
         f"<li>{html.escape(name)} failed: {html.escape(reason)}</li>"

@@ -52,10 +52,12 @@ def table(path: Path, target: str, seed: int) -> Images:
     place = head.index(target)
     names = [row[place].strip() for _, row in rows]
     classes = sorted(set(names))
-    if not 2 <= len(classes) <= len(rows) // ROWS_OF_A_CLASS:
+    most = len(rows) // ROWS_OF_A_CLASS
+    if not 2 <= len(classes) <= most:
+        found = "one value only" if len(classes) < 2 else f"more than {most} different values"
         raise ValueError(
-            f"--target {target}: {len(classes)} different values in {len(rows)} rows; methods are compared "
-            f"on at least 2 classes of {ROWS_OF_A_CLASS} rows or more on average"
+            f"--target {target}: {found} in {len(rows)} rows; methods are compared on at least 2 classes of "
+            f"{ROWS_OF_A_CLASS} rows or more on average"
         )
     if any(name.lower() in _NOTHING for name in classes):
         line = next(line for line, row in rows if row[place].strip().lower() in _NOTHING)
