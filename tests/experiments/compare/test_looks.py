@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import matplotlib.colors
@@ -47,6 +47,11 @@ ROWS = [
 ]
 
 
+@cache
+def drawn(draw: Callable[[Sequence[Row]], Any]) -> Any:
+    return draw(ROWS)
+
+
 def colour(thing: Any) -> str:
     found = (
         thing.get_facecolor()[0]
@@ -66,16 +71,16 @@ def legend(figure: Any) -> dict[str, set[str]]:
     return found
 
 
-def test_a_method_has_one_colour_in_all_pictures_and_in_the_table(tmp_path: Path) -> None:
+def test_a_method_has_one_colour_in_all_pictures_and_in_the_table() -> None:
     styles = looks(ROWS)
     assert len({(look.colour, look.marker) for look in styles.values()}) == len(styles)
     assert len({look.colour for look in styles.values()}) == len(styles)
     expected = {METHODS[name].title: {look.colour} for name, look in styles.items()}
     for draw in (plots.over_epochs, plots.against_epsilon, plots.against_cost):
-        found = legend(draw(ROWS))
+        found = legend(drawn(draw))
         assert len(found) >= len(ACCURACIES)
         assert found == {title: expected[title] for title in found}
-    (axes,) = plots.by_method(ROWS).axes
+    (axes,) = drawn(plots.by_method).axes
     for bars, line in zip(axes.containers, (r for r in ROWS if r.private and r.name != "zhang"), strict=True):
         assert {colour(bars.lines[0])} == expected[line.title]
     page = report.page(report.Comparison(facts=FACTS, rows=ROWS), {})
@@ -97,21 +102,21 @@ def test_a_picture_that_leaves_methods_out_has_the_colours_of_the_whole_report()
 
 @pytest.mark.parametrize("draw", [plots.by_method, plots.against_epsilon])
 def test_nothing_joins_two_budgets(draw: Any) -> None:
-    for axes in draw(ROWS).axes:
+    for axes in drawn(draw).axes:
         for line in axes.lines:
             points = set(zip(*map(tuple, line.get_data()), strict=True))
             assert len(points) <= 1 or line.get_linestyle() in ("None", "--"), "only plain SGD has a line"
 
 
 def test_an_outlier_far_below_does_not_squeeze_the_others_and_is_not_hidden() -> None:
-    (axes,) = plots.by_method(ROWS).axes
+    (axes,) = drawn(plots.by_method).axes
     low, high = axes.get_xlim()
     assert 80 < low < 90 < 98 < high <= 101
     assert [text.get_text() for text in axes.texts] == ["11.1 at ε = 1, 12.0 at ε = 8"]
-    for at in plots.against_cost(ROWS).axes:
+    for at in drawn(plots.against_cost).axes:
         assert at.get_ylim()[0] > 80
         assert len(at.texts) == 1
-    individual, batch, _ = plots.against_epsilon(ROWS).axes
+    individual, batch, _ = drawn(plots.against_epsilon).axes
     assert individual.get_ylim()[0] > 90
     assert {text.get_text() for text in batch.texts} <= {"11.1", "12.0"}
 
@@ -126,10 +131,10 @@ def test_the_window_shows_the_best_and_at_least_three_quarters(values: Sequence[
 
 
 def test_axes_say_which_way_is_better() -> None:
-    (axes,) = plots.by_method(ROWS).axes
+    (axes,) = drawn(plots.by_method).axes
     assert axes.get_xlabel().endswith("(better →)")
     for draw in (plots.over_epochs, plots.against_epsilon, plots.against_cost):
-        assert draw(ROWS).axes[0].get_ylabel() == "test accuracy, %   (better ↑)"
-    assert plots.against_cost(ROWS).axes[0].get_xlabel().endswith("(← better)")
+        assert drawn(draw).axes[0].get_ylabel() == "test accuracy, %   (better ↑)"
+    assert drawn(plots.against_cost).axes[0].get_xlabel().endswith("(← better)")
     assert "more private ↑" in plots.tradeoff_curves(ROWS[:2]).axes[0].get_ylabel()
     assert "lower is better" in plots.noise_by_layer(ROWS[1:3]).axes[-1].get_ylabel()
