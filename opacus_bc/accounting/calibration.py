@@ -212,7 +212,7 @@ def _search(value: Callable[[float], float], target: float) -> float:
         low, high = high, high * 4
         if high > _LARGEST:
             raise ValueError(
-                f"no noise_multiplier up to {_LARGEST:g} meets the target {target:.6g}; "
+                f"no noise multiplier up to {_LARGEST:g} meets the target {target:.6g}; "
                 "raise the target or take fewer steps."
             )
     if low == high:

@@ -32,3 +32,21 @@ def _rounded(value: float, digits: int, rounding: str) -> str:
     exact = Decimal(value)
     place = Decimal(1).scaleb(exact.adjusted() - digits + 1)
     return f"{float(exact.quantize(place, rounding=rounding)):.{digits}g}"
+
+
+def objection_to_delta(delta: float, size: int, unit: str = "sample", name: str = "delta") -> str | None:
+    """What is wrong with a delta of 1/N or more, None if it is smaller or N is not known (0).
+
+    Giving away one of N whole at random is (0, 1/N)-DP, so such a delta allows it.
+
+    >>> objection_to_delta(1e-5, 60_000)
+    >>> objection_to_delta(1e-3, 1000)[:34]
+    'delta=0.001 is no less than 1/1000'
+    """
+    if not delta < 1 <= delta * size:  # what is no probability is refused elsewhere
+        return None
+    what = "a random sample" if unit == "sample" else "all samples of a random user"
+    return (
+        f"{name}={delta:g} is no less than 1/{size}: publishing {what} of {size} as it is would be "
+        f"allowed too; take a much smaller one, e.g. {0.1 / size:.0e}"
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from opacus_bc import accounting
 from opacus_bc._opacus import get_noise_multiplier
+from opacus_bc.accounting.display import objection_to_delta
 from opacus_bc.draws.plan import SamplingPlan
 from opacus_bc.mechanism.names import Sampling
 from opacus_bc.mechanism.numbers import check_count
@@ -41,10 +42,6 @@ def effective_multiplier(
 def warn_of_large_delta(delta: float, plans: Sequence[SamplingPlan], name: str = "delta") -> None:
     """Warn of a delta that allows to publish one of N whole: giving one away at random is (0, 1/N)-DP."""
     size, who = max(((plan.dataset_size, plan.protected) for plan in plans), default=(0, "sample"))
-    if delta < 1 <= delta * size:  # what is no probability is refused elsewhere
-        what = "a random sample" if who == "sample" else "all samples of a random user"
-        warnings.warn(
-            f"{name}={delta:g} is no less than 1/{size}: publishing {what} of {size} as it is would be "
-            f"allowed too; take a much smaller one, e.g. {0.1 / size:.0e}",
-            stacklevel=users_level(),
-        )
+    objection = objection_to_delta(delta, size, who, name)
+    if objection is not None:
+        warnings.warn(objection, stacklevel=users_level())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,18 +55,21 @@ def compare(
     train_from: str = "",
     public: Path | None = None,
     limit: int | None = None,
+    target: str | None = None,
 ) -> int:
     """Which mode should I use, and what does it cost me? Trains every method at the same certified budget.
 
     Args:
-        dataset: digits (embedded), mnist, fashion-mnist, cifar10, or a folder of images, one subfolder a
-            class. A tenth of the training images, drawn at random, serves as public data and is not
-            protected.
-        model: smallnet, bn_lenet5, convnet, resnet18, timm:NAME (with --weights), or package.module:factory
-            of your own. Default: what suits the data.
+        dataset: digits (embedded), mnist, fashion-mnist, cifar10, a folder of images, one subfolder a class,
+            or a CSV file of numbers (with --target). A tenth of the training samples, drawn at random, serves
+            as public data and is not protected.
+        model: smallnet, bn_lenet5, convnet, resnet18, mlp (for CSV files), timm:NAME (with --weights), or
+            package.module:factory of your own. Default: what suits the data.
         epsilon: the budget; several make several tables.
         delta: the delta of the budget; auto takes the largest power of ten below 1/(private samples).
-        methods: which ones (default: all of the comparison); no-dp is always among them.
+        methods: which ones, by name or group; no-dp is always among them. IC clips the gradient of every
+            sample, BC that of the batch, GBC those of mini-sets of s samples; ALC gives every layer a bound.
+            Default: those marked *. Those marked w need --weights, with which there are other defaults.
         seeds: runs of each method.
         epochs: passes over the private data. Default: the data set's.
         tune: first search learning rate and clip bound of every method, with equal effort, on seed 0. This
@@ -75,7 +79,7 @@ def compare(
         data: folder with the data set's files.
         download: let torchvision download what is missing.
         jobs: processes, with one thread each. Default: one for each core.
-        costs: time and memory relative to plain SGD: measure them or leave them out.
+        costs: measure time and memory relative to plain SGD; --no-costs leaves them out.
         json: print the report as JSON instead of a table.
         weights: fine-tune: a state dict to start from, with another head if need be.
         image_size: pixels to which images are enlarged for such a network. Default: 96.
@@ -84,13 +88,18 @@ def compare(
             are computed once and kept beside the results.
         public: folder of public images, one subfolder a class, to go with a folder of private ones.
         limit: use so many training images, public ones included, and as small a part of the test images.
+        target: the column of a CSV file that holds the classes; the other columns must be numbers.
     """
     plan = make_plan(
-        images=Images(dataset=dataset, data=data, download=download, public=public, limit=limit),
+        images=Images(dataset=dataset, data=data, download=download, public=public, limit=limit,
+                      target=target),
         start=FineTuning(weights=weights, image_size=image_size, train=train, train_from=train_from),
         model=model, epsilon=epsilon, delta=delta, methods=methods, seeds=seeds, epochs=epochs, out=out,
         jobs=jobs,
     )  # fmt: skip
+    objection = plan.objection_to_delta()
+    if objection is not None:
+        print(f"opacus-bc: warning: {objection}", file=sys.stderr)
     try:
         comparison = execute(plan, tune=tune, costs=costs)
     except KeyboardInterrupt:
@@ -196,7 +205,11 @@ def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> d
     """Train a cell from where it stands and keep its result."""
     store = Store(root)
     checkpoint = store.checkpoint(cell)
-    result = train(cell, source.load(), checkpoint=checkpoint, on_epoch=on_epoch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".* is no less than 1/"
+        )  # told once, with the option's name
+        result = train(cell, source.load(), checkpoint=checkpoint, on_epoch=on_epoch)
     write_json(store.cell(cell), result)
     checkpoint.unlink(missing_ok=True)
     return result

@@ -19,6 +19,7 @@ def facts(plan: Plan, found: Data, *, tune: bool) -> dict[str, Any]:
         "private_size": len(found.private),
         "public_size": len(found.public),
         "test_size": len(found.test),
+        **({"samples": found.samples} if found.samples != "images" else {}),
         "epochs": plan.epochs,
         "seeds": plan.seeds,
         "epsilon": list(plan.budgets),

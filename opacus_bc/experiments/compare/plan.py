@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from opacus_bc.accounting import noise_multiplier
+from opacus_bc.accounting.display import objection_to_delta
 from opacus_bc.accounting.events import check_count, check_delta
 from opacus_bc.experiments.compare import presets
 from opacus_bc.experiments.compare.presets import Setting
@@ -34,6 +35,7 @@ from opacus_bc.experiments.training.methods import (
     select,
 )
 from opacus_bc.experiments.training.store import Store
+from opacus_bc.experiments.training.tables import is_table
 from opacus_bc.experiments.training.timm_networks import TIMM
 from opacus_bc.mechanism.fingerprint import fingerprint as nested_fingerprint
 
@@ -56,6 +58,15 @@ class Plan:
     train: Train = "all"
     train_from: str = ""
     limit: int | None = None
+    private_size: int = 0
+
+    def objection_to_delta(self) -> str | None:
+        """What is wrong with a delta of 1/N or more, N counting whom most of the methods protect."""
+        sizes = [
+            (m.users or self.private_size, "user" if m.users else "sample") for m in self.methods if m.private
+        ]
+        size, unit = max(sizes, default=(0, "sample"))
+        return objection_to_delta(self.delta, size, unit, "--delta")
 
     @property
     def weights(self) -> str:
@@ -116,6 +127,8 @@ class Plan:
         if self.weights:
             words += ["--weights", self.weights, "--image-size", str(self.source.image_size)]
             words += ["--train", self.train, *(["--train-from", self.train_from] if self.train_from else [])]
+        if self.source.target:
+            words += ["--target", self.source.target]
         if self.source.public is not None:
             words += ["--public", self.source.public.name]
         if self.limit is not None:
@@ -157,11 +170,13 @@ def make_plan(
     check_count("--seeds", seeds, 1)
     images.check()
     start.check(model)
+    if start.weights is not None and is_table(images.dataset):
+        raise ValueError(f"--weights {start.weights}: goes with images, not with {images.dataset}")
     preset = presets.preset(images.dataset, pretrained=start.weights is not None)
     chosen = preset.epochs if epochs is None else check_count("--epochs", epochs, 1)
     processes = os.cpu_count() or 1 if jobs is None else check_count("--jobs", jobs, 1)
     if delta != "auto":
-        check_delta(delta)
+        check_delta(delta, "--delta")
     selected = select(methods, DEFAULT if start.weights is None else PRETRAINED)
     lost = [method.name for method in selected if method.name in NEEDS_WEIGHTS]
     if lost and start.weights is None:
@@ -195,11 +210,12 @@ def make_plan(
         train=start.train,
         train_from=start.train_from,
         limit=images.limit,
+        private_size=len(found.private),
     )
 
 
 def _check_model(model: str, found: Data, *, image_size: int | None = None) -> None:
-    """See that the model takes these images and has an output for every class."""
+    """See that the model takes these samples and has an output for every class."""
     images = found.public.tensors[0][:2]
     if image_size is not None:
         images = torch.zeros(2, 3, image_size, image_size)
@@ -210,11 +226,13 @@ def _check_model(model: str, found: Data, *, image_size: int | None = None) -> N
     except Exception as error:  # a user's factory may fail in any way it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"--model {model}: fails on images of {tuple(images.shape[1:])}: {reason}"
+            f"--model {model}: fails on {found.samples} of {tuple(images.shape[1:])}: {reason}"
         ) from error
     shape = tuple(getattr(outputs, "shape", ()))
     if len(shape) != 2 or shape[1] < found.num_classes:
-        raise ValueError(f"--model {model}: gives {shape} for 2 images of {found.num_classes} classes")
+        raise ValueError(
+            f"--model {model}: gives {shape} for 2 {found.samples} of {found.num_classes} classes"
+        )
 
 
 def fingerprint(own_data: Data | None, own_model: str | None, weights: Path | None = None) -> str:

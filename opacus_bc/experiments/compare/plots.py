@@ -1,32 +1,42 @@
-"""The report's pictures, drawn from rows; nothing is computed here but means and epsilons along the way."""
+"""The report's pictures, drawn from rows; nothing is computed here but means.
+
+A method has one colour and one marker in all of them. Accuracies of two budgets are never joined by a line:
+nobody trained between them.
+"""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from opacus_bc.accounting import FDPAccountant
+from opacus_bc.experiments.compare.looks import (
+    BETTER_LEFT,
+    BETTER_RIGHT,
+    BETTER_UP,
+    PLAIN,
+    TEXT,
+    Look,
+    beyond,
+    budgets_of,
+    looks,
+    window,
+)
+from opacus_bc.experiments.compare.privacy_plots import noise_by_layer, tradeoff_curves
 from opacus_bc.experiments.compare.summary import Row
 from opacus_bc.experiments.training import canvas
-from opacus_bc.experiments.training.result import spent
 
 _PANELS = (("individual clipping", "individual"), ("batch clipping", "batch"), ("mini-sets", "mini-sets"))
-_MARKERS = "osDv^<>PXdp*h8"
-_FAMILIES = {
-    "plain": "0.4",
-    "individual": canvas.COLOURS[0],
-    "batch": canvas.COLOURS[1],
-    "mini-sets": canvas.COLOURS[2],
-}
+_BUDGETS = "oD^sv<>P"  # markers where they tell budgets, and colours tell methods
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
     """Draw every picture that the rows have numbers for; returns title -> file."""
+    from matplotlib import rc_context
+
     pictures: list[tuple[str, str, Callable[[Sequence[Row]], Any]]] = [
         ("Accuracy by method", "accuracy_methods.png", by_method),
         ("Accuracy over epochs", "accuracy_epochs.png", over_epochs),
@@ -36,16 +46,13 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
         ("Noise-to-signal ratio by layer", "noise_to_signal.png", noise_by_layer),
     ]
     drawn = {}
-    for title, name, draw in pictures:
-        figure = draw(rows)
-        if figure is not None:
-            figure.savefig(folder / name, dpi=canvas.DPI)
-            drawn[title] = folder / name
+    with rc_context({"font.size": TEXT}):
+        for title, name, draw in pictures:
+            figure = draw(rows)
+            if figure is not None:
+                figure.savefig(folder / name, dpi=canvas.DPI)
+                drawn[title] = folder / name
     return drawn
-
-
-def _budgets(rows: Sequence[Row]) -> list[float]:
-    return sorted({row.budget for row in rows if row.budget is not None})
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -56,220 +63,175 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 def by_method(rows: Sequence[Row]) -> Any:
     """The answer at a glance: a line for each method, a point with its spread for each budget."""
     shown = [row for row in rows if row.private]
-    names, budgets = list(dict.fromkeys(row.name for row in shown)), _budgets(shown)
+    names, budgets, styles = list(dict.fromkeys(row.name for row in shown)), budgets_of(shown), looks(rows)
     if not budgets:
         return None
-    figure = canvas.figure(7.2, 0.9 + 0.29 * len(names))
-    at = figure.add_subplot()
-    for row in shown:
-        newest = row.budget == budgets[-1]
-        at.errorbar(
-            row.mean,
-            names.index(row.name),
-            xerr=row.spread or 0.0,
-            marker=_MARKERS[budgets.index(row.budget) % len(_MARKERS)],  # type: ignore[arg-type]  # private rows have one
-            markersize=6.5,
-            markerfacecolor=_FAMILIES[row.family] if newest else "white",
-            color=_FAMILIES[row.family],
-            capsize=2.5,
-            elinewidth=1.0,
-        )
-    for index, budget in enumerate(budgets):
-        face = "0.3" if budget == budgets[-1] else "white"
-        at.plot(
-            [],
-            [],
-            _MARKERS[index % len(_MARKERS)],
-            color="0.3",
-            markerfacecolor=face,
-            label=f"ε = {budget:g}",
-            markersize=6.5,
-        )
     plain = next((row for row in rows if not row.private), None)
-    if plain is not None:
-        at.axvline(
-            plain.mean, color="0.55", linestyle="--", linewidth=1.0, label=f"no privacy ({plain.mean:.1f} %)"
-        )
+    figure = canvas.figure(10.5, 1.6 + 0.44 * len(names))
+    at = figure.add_subplot()
     at.set_yticks(range(len(names)), [next(row.title for row in shown if row.name == n) for n in names])
     at.set_ylim(len(names) - 0.5, -0.5)
-    at.set_xlim(0, 102)
-    at.set_xlabel("test accuracy, %")
-    figure.legend(fontsize="small", loc="outside upper center", ncols=len(budgets) + 1, frameon=False)
+    low, high = window(_ends(shown))
+    at.set_xlim(low, high if plain is None else max(high, min(101.0, plain.mean + 1)))
+    for row in shown:
+        if row.budget is None or row.mean < low:
+            continue
+        look = styles[row.name]
+        newest = row.budget == budgets[-1]
+        marker = _BUDGETS[budgets.index(row.budget) % len(_BUDGETS)]
+        at.errorbar(
+            row.mean, names.index(row.name), xerr=row.spread or 0.0, marker=marker, markersize=8,
+            markerfacecolor=look.colour if newest else "white", color=look.colour, capsize=3, elinewidth=1.2,
+        )  # fmt: skip
+    for index, name in enumerate(names):
+        below = [f"{r.mean:.1f} at ε = {r.budget:g}" for r in shown if r.name == name and r.mean < low]
+        if below:
+            beyond(at, ", ".join(below), index, styles[name], across=True)
+    for index, budget in enumerate(budgets):
+        face = "0.3" if budget == budgets[-1] else "white"
+        marker = _BUDGETS[index % len(_BUDGETS)]
+        at.plot([], [], marker, color="0.3", markerfacecolor=face, label=f"ε = {budget:g}", markersize=8)
+    if plain is not None:
+        at.axvline(
+            plain.mean,
+            color=PLAIN,
+            linestyle="--",
+            linewidth=1.2,
+            label=f"{plain.title} ({plain.mean:.1f} %)",
+        )
+    at.set_xlabel(f"test accuracy, %   ({BETTER_RIGHT})")
+    figure.legend(loc="outside upper center", ncols=len(budgets) + 1, frameon=False)
     canvas.tidy(at)
     return figure
 
 
+def _ends(rows: Sequence[Row]) -> list[float]:
+    """Where error bars end."""
+    return [row.mean + side * (row.spread or 0.0) for row in rows for side in (-1, 1)]
+
+
 def over_epochs(rows: Sequence[Row]) -> Any:
-    """Mean and spread over seeds after each epoch; one column a family, one line of panels a budget."""
-    panels, budgets = _panels(rows), _budgets(rows)
+    """Mean and spread over seeds after each epoch; one column a family, one line of panels a budget.
+
+    A family has an axis of its own, so that a weak one does not squeeze a strong one.
+    """
+    panels, budgets, styles = _panels(rows), budgets_of(rows), looks(rows)
     if not panels:
         return None
-    figure = canvas.figure(4.3 * len(panels), 3.7 * len(budgets))
-    axes = figure.subplots(len(budgets), len(panels), squeeze=False, sharex=True, sharey=True)
-    plain = next((row for row in rows if not row.private), None)
+    figure = canvas.figure(4.8 * len(panels), 4.0 * len(budgets) + 1.2)
+    axes = figure.subplots(len(budgets), len(panels), squeeze=False, sharex=True, sharey="col")
     for line, budget in enumerate(budgets):
         for column, (title, members) in enumerate(panels):
             at = axes[line][column]
-            if plain is not None:
-                _curve(at, plain, {"color": "0.55", "linestyle": "--"})
-            for index, row in enumerate(row for row in members if row.budget == budget):
-                _curve(at, row, canvas.style(index))
+            for row in members:
+                if row.budget == budget:
+                    _curve(at, row, styles[row.name])
             at.set_title(f"{title}, ε = {budget:g}", fontsize="medium")
             canvas.tidy(at)
-        axes[line][0].set_ylabel("test accuracy, %")
-    for at in axes[-1]:
+        axes[line][0].set_ylabel(f"test accuracy, %   ({BETTER_UP})")
+    for at, (_, members) in zip(axes[-1], panels, strict=True):
+        _show(at, [value for row in members for value in np.mean(row.curves, axis=0)])
         at.set_xlabel("epoch")
-        canvas.legend_below(at)
+        _legend_below(at)
         at.xaxis.get_major_locator().set_params(integer=True)
+    _axes_differ(figure, panels)
     return figure
 
 
-def _curve(axes: Any, row: Row, style: dict[str, Any]) -> None:
+def _show(axes: Any, values: Sequence[float]) -> None:
+    axes.set_ylim(*window(values))
+
+
+def _axes_differ(figure: Any, panels: Sequence[Any]) -> None:
+    if len(panels) > 1:
+        figure.suptitle(
+            "every family has an axis of its own: read the numbers", fontsize="small", color="0.35"
+        )
+
+
+def _legend_below(axes: Any) -> None:
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1, frameon=False)
+
+
+def _curve(axes: Any, row: Row, look: Look) -> None:
     values = np.array(row.curves)
     epochs = np.arange(1, values.shape[1] + 1)
     mean = values.mean(axis=0)
-    axes.plot(epochs, mean, label=row.title, linewidth=1.6, **style)
+    axes.plot(
+        epochs, mean, label=row.title, linewidth=1.8, color=look.colour, marker=look.marker, markersize=5
+    )
     if row.seeds > 1:
         deviation = values.std(axis=0, ddof=1)
-        axes.fill_between(epochs, mean - deviation, mean + deviation, color=style["color"], alpha=0.13, lw=0)
+        axes.fill_between(epochs, mean - deviation, mean + deviation, color=look.colour, alpha=0.13, lw=0)
 
 
 def against_epsilon(rows: Sequence[Row]) -> Any:
-    """Accuracy against the epsilon spent so far, and the final one against each budget."""
-    panels = _panels(rows)
+    """Final accuracy with its spread, method beside method at each budget."""
+    panels, styles = _panels(rows), looks(rows)
     if not panels:
         return None
-    figure = canvas.figure(4.3 * len(panels), 3.7)
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    figure = canvas.figure(4.8 * len(panels), 5.4)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for at, (title, members) in zip(axes, panels, strict=True):
-        for index, name in enumerate(dict.fromkeys(row.name for row in members)):
-            style = canvas.style(index)
-            runs = [row for row in members if row.name == name and row.epsilon is not None]
-            for row in runs:
-                curve = np.array(row.curves).mean(axis=0)
-                total = len(curve)
-                along = [spent(row.history, row.delta, epoch, total) for epoch in range(1, total + 1)]
-                at.plot(along, curve, linewidth=1.0, alpha=0.55, **style)
-            ends = [row.epsilon for row in runs]
+        budgets, names = budgets_of(members), list(dict.fromkeys(row.name for row in members))
+        low, high = window(_ends(members))
+        at.set_ylim(low, high)
+        at.set_xlim(-0.5, len(budgets) - 0.5)
+        for row in members:
+            if row.budget is None:
+                continue
+            look = styles[row.name]
+            place = budgets.index(row.budget) + 0.8 * ((names.index(row.name) + 0.5) / len(names) - 0.5)
+            first = row.budget == next(other.budget for other in members if other.name == row.name)
             at.errorbar(
-                ends,
-                [row.mean for row in runs],
-                yerr=[row.spread or 0.0 for row in runs],
-                marker="o",
-                markersize=4,
-                capsize=2,
-                linewidth=1.6,
-                label=runs[0].title if runs else name,
-                **style,
-            )
+                place, row.mean if row.mean >= low else math.nan, yerr=row.spread or 0.0, marker=look.marker,
+                markersize=8, capsize=3, linestyle="none", color=look.colour,
+                label=row.title if first else None,
+            )  # fmt: skip
+            if row.mean < low:
+                beyond(at, f"{row.mean:.1f}", place, look, across=False)
         at.set_title(title, fontsize="medium")
-        at.set_xlabel("ε spent (certified); thin: epochs of a run")
-        at.set_xlim(left=0)
-        canvas.legend_below(at)
+        at.set_xticks(range(len(budgets)), [f"ε = {budget:g}" for budget in budgets])
+        at.set_xlabel("budget   (← more private)" if len(budgets) > 1 else "budget")
+        _legend_below(at)
         canvas.tidy(at)
-    axes[0].set_ylabel("test accuracy, %")
+    axes[0].set_ylabel(f"test accuracy, %   ({BETTER_UP})")
+    _axes_differ(figure, panels)
     return figure
 
 
 def against_cost(rows: Sequence[Row]) -> Any:
     """Final accuracy against time per epoch; the area of a point grows with its peak memory."""
     shown = [row for row in rows if row.time is not None]
-    budgets = _budgets(shown)
+    budgets, styles = budgets_of(shown), looks(rows)
     if not budgets:
         return None
-    figure = canvas.figure(4.6 * len(budgets) + 2.6, 4.2)
+    figure = canvas.figure(4.8 * len(budgets) + 3.4, 5.4)
     axes = figure.subplots(1, len(budgets), squeeze=False, sharex=True, sharey=True)[0]
-    names = list(dict.fromkeys(row.name for row in shown))
+    low, high = window([row.mean for row in shown])
     for at, budget in zip(axes, budgets, strict=True):
+        at.set_ylim(low, high)
         for row in shown:
-            if row.budget in (None, budget):
-                at.scatter(
-                    row.time,
-                    row.mean,
-                    s=40 * math.sqrt(row.memory or 1.0),
-                    marker=_MARKERS[names.index(row.name) % len(_MARKERS)],
-                    color=_FAMILIES[row.family],
-                    alpha=0.75,
-                    linewidth=0,
-                    label=row.title,
-                )
+            if row.budget not in (None, budget) or row.time is None:
+                continue
+            look = styles[row.name]
+            inside = row.mean >= low
+            at.scatter(
+                row.time if inside else math.nan, row.mean, s=60 * math.sqrt(row.memory or 1.0),
+                marker=look.marker, color=look.colour, alpha=0.8, linewidth=0, label=row.title,
+            )  # fmt: skip
+            if not inside:
+                beyond(at, f"{row.mean:.1f}", row.time, look, across=False)
         at.set_xlim(left=0)
-        at.set_ylim(0, 102)
         at.set_title(f"ε = {budget:g}", fontsize="medium")
-        at.set_xlabel("time per epoch, plain SGD = 1")
+        at.set_xlabel(f"time per epoch, plain SGD = 1   ({BETTER_LEFT})")
         canvas.tidy(at)
-    axes[0].set_ylabel("test accuracy, %")
+    axes[0].set_ylabel(f"test accuracy, %   ({BETTER_UP})")
     handles, labels = axes[0].get_legend_handles_labels()
     legend = figure.legend(
-        handles, labels, loc="outside right center", fontsize="x-small", frameon=False,
-        title="size: peak memory", title_fontsize="x-small",
+        handles, labels, loc="outside right center", fontsize="small", frameon=False,
+        title="size: peak memory", title_fontsize="small",
     )  # fmt: skip
     for handle in legend.legend_handles:
-        handle.set_sizes([40])
-    return figure
-
-
-def tradeoff_curves(rows: Sequence[Row]) -> Any:
-    """What a membership test can achieve: one curve for methods with the same mechanism."""
-    mechanisms: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row.epsilon is not None:
-            coarse = tuple((float(f"{entry[0]:.3g}"), *entry[1:]) for entry in row.history)
-            mechanisms.setdefault((row.budget, coarse), []).append(row)
-    if not mechanisms:
-        return None
-    figure = canvas.figure(7.2, 4.2)
-    at = figure.add_subplot()
-    alpha = np.linspace(0, 1, 1001)
-    at.plot(alpha, 1 - alpha, color="0.6", linestyle="--", linewidth=1.0, label="perfect privacy")
-    for index, members in enumerate(mechanisms.values()):
-        accountant = FDPAccountant()
-        accountant.history = list(members[0].history)
-        names = ", ".join(row.name for row in members)
-        label = _wrapped(f"ε = {members[0].budget:g}, batch {members[0].batch_size}: {names}")
-        at.plot(alpha, accountant.get_tradeoff()(alpha), label=label, **canvas.style(index))
-    at.set(xlabel="false positive rate α", ylabel="false negative rate", xlim=(0, 1), ylim=(0, 1))
-    at.set_aspect("equal")
-    figure.legend(fontsize="x-small", loc="outside right center", frameon=False)
-    canvas.tidy(at)
-    return figure
-
-
-def _wrapped(text: str, width: int = 34) -> str:
-    return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False))
-
-
-def noise_by_layer(rows: Sequence[Row]) -> Any:
-    """A table of colours: how often the update's noise exceeds its signal, layer by layer."""
-    from matplotlib.colors import LogNorm
-
-    shown = [row for row in rows if row.layers]
-    if not shown:
-        return None
-    layers = list(dict.fromkeys(layer["layer"] for row in shown for layer in row.layers))
-    table = np.full((len(shown), len(layers)), np.nan)
-    for i, row in enumerate(shown):
-        for layer in row.layers:
-            if layer["noise_to_signal"] is not None:
-                table[i, layers.index(layer["layer"])] = layer["noise_to_signal"]
-    finite = table[np.isfinite(table) & (table > 0)]
-    if not len(finite):
-        return None
-    figure = canvas.figure(2.6 + 0.62 * len(layers), 1.3 + 0.3 * len(shown))
-    at = figure.add_subplot()
-    low, high = min(1.0, float(finite.min())), max(2.0, float(finite.max()))
-    image = at.imshow(table, norm=LogNorm(low, high), cmap="YlOrRd", aspect="auto")
-    several = len(_budgets(shown)) > 1
-    at.set_xticks(range(len(layers)), layers, rotation=40, ha="right", fontsize="small")
-    at.set_yticks(
-        range(len(shown)),
-        [row.title + (f", ε = {row.budget:g}" if several else "") for row in shown],
-        fontsize="small",
-    )
-    if len(layers) <= 24:
-        for i, j in np.argwhere(np.isfinite(table)):
-            colour = "white" if table[i, j] > 3 * math.sqrt(low * high) else "black"
-            text = f"{table[i, j]:.0f}" if table[i, j] >= 10 else f"{table[i, j]:.1f}"
-            at.text(j, i, text, ha="center", va="center", fontsize=6.5, color=colour)
-    figure.colorbar(image, ax=at, label="noise / signal of an update", shrink=0.9)
+        handle.set_sizes([60])
     return figure

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opacus_bc.experiments.training.methods import Method
+from opacus_bc.experiments.training.tables import is_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ _CIFAR10 = Preset(
     },
 )
 _FOLDER = replace(_CIFAR10, private_size=45_000)
+_TABLE = replace(_FOLDER, model="mlp")  # not searched
 # Fine-tuning from weights in a file, whatever the data set.
 _PRETRAINED = Preset(
     model="",
@@ -120,18 +122,19 @@ TRIALS = 3  # of `candidates`, for pretrained networks: three learning rates
 
 
 def preset(dataset: str, *, pretrained: bool = False) -> Preset:
-    """The defaults for a data set; an image folder of the user's own gets those of CIFAR-10, scaled."""
-    return _PRETRAINED if pretrained else _BY_NAME.get(dataset, _FOLDER)
+    """The defaults for a data set; a folder or table of the user's own gets those of CIFAR-10, scaled."""
+    own = _TABLE if is_table(dataset) else _FOLDER
+    return _PRETRAINED if pretrained else _BY_NAME.get(dataset, own)
 
 
 def canonical(dataset: str) -> str:
-    """The data set's name, or the full path of the user's folder: two folders never share results."""
-    folder = Path(dataset)
-    return str(folder.resolve()) if dataset not in _BY_NAME and folder.is_dir() else dataset
+    """The data set's name, or the full path of the user's folder or file: two never share results."""
+    own = Path(dataset)
+    return str(own.resolve()) if dataset not in _BY_NAME and own.exists() else dataset
 
 
 def scaled(setting: Setting, chosen_for: int | None, private_size: int) -> Setting:
-    """The setting with a batch size for another number of private images: it follows the square root.
+    """The setting with a batch size for another number of private samples: it follows the square root.
 
     Fewer images need larger sample rates, or the noise drowns every step; a constant batch size would end in
     steps over all images, which nothing amplifies.

@@ -15,7 +15,9 @@ from typing import Any
 from opacus_bc.accounting.display import rounded_up
 from opacus_bc.engine.statement import counted
 from opacus_bc.experiments.compare import plots
-from opacus_bc.experiments.compare.summary import Row, recommend
+from opacus_bc.experiments.compare.looks import looks
+from opacus_bc.experiments.compare.recommendation import recommend
+from opacus_bc.experiments.compare.summary import Row
 from opacus_bc.experiments.training import canvas
 from opacus_bc.experiments.training.store import write_file, write_json
 
@@ -63,17 +65,24 @@ class Comparison:
         f = self.facts
         return (
             f"{f['model']} on {f['dataset']}: {f['private_size']} private, {f['public_size']} public and "
-            f"{f['test_size']} test images, {counted(f['epochs'], 'epoch')}, {counted(f['seeds'], 'seed')}"
+            f"{f['test_size']} test {self.samples}, {counted(f['epochs'], 'epoch')}, "
+            f"{counted(f['seeds'], 'seed')}"
         )
 
     @property
+    def samples(self) -> str:
+        """What the data consist of."""
+        return str(self.facts.get("samples", "images"))
+
+    @property
     def recommendation(self) -> list[str]:
-        """See `opacus_bc.experiments.compare.summary.recommend`."""
+        """See `opacus_bc.experiments.compare.recommendation.recommend`."""
         return recommend(
             self.rows,
             tuned=self.tuned,
             tuned_on_public=self.tuned_on_public,
             public_apart=self.public_apart,
+            samples=self.samples,
         )
 
 
@@ -152,6 +161,7 @@ def page(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
         for row in sorted(comparison.rows, key=lambda row: row.mean)
         if row.protected
     }
+    styles = looks(comparison.rows)
     body = []
     before: float | None = None
     for row in comparison.rows:
@@ -159,7 +169,8 @@ def page(comparison: Comparison, pictures: Mapping[str, Path]) -> str:
         before = row.budget
         wins = row.protected and best[row.budget, row.adjacency] == row.mean
         columns = "".join(f"<td>{html.escape(text)}</td>" for text in cells(row))
-        body.append(f'<tr class="{row.family}{new}{" best" if wins else ""}">{columns}</tr>')
+        colour = f"--method: {styles[row.name].colour}"
+        body.append(f'<tr class="{row.family}{new}{" best" if wins else ""}" style="{colour}">{columns}</tr>')
     figures = "".join(_picture(title, path.read_bytes()) for title, path in pictures.items())
     failed = "".join(
         f"<li>{html.escape(name)} failed: {html.escape(reason)}</li>"

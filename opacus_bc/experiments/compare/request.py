@@ -1,4 +1,4 @@
-"""What a comparison is about: the images, and the weights that networks start from; checked at once."""
+"""What a comparison is about: images or a table, and the weights that networks start from; checked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from opacus_bc.accounting.events import check_count
 from opacus_bc.experiments.compare import presets
 from opacus_bc.experiments.training.data import Source
 from opacus_bc.experiments.training.methods import Train
+from opacus_bc.experiments.training.tables import is_table
 from opacus_bc.experiments.training.timm_networks import TIMM
 
 IMAGE_SIZE = 96  # pixels, for pretrained networks
@@ -16,14 +17,15 @@ IMAGE_SIZE = 96  # pixels, for pretrained networks
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Which images.
+    """Which images, or which table.
 
     Attributes:
-        dataset: A name that this package knows, or a folder.
+        dataset: A name that this package knows, a folder, or a CSV file.
         data: Where the named data set's files are.
         download: Whether torchvision may download what is missing.
         public: Folder of public images that go with a folder of private ones.
         limit: Training images that are used, public ones included.
+        target: The column of classes in a CSV file.
     """
 
     dataset: str
@@ -31,11 +33,16 @@ class Images:
     download: bool = False
     public: Path | None = None
     limit: int | None = None
+    target: str | None = None
 
     def check(self) -> None:
         """Raise a ValueError that names the option."""
         if self.limit is not None:
             check_count("--limit", self.limit, 10)
+        if is_table(self.dataset) and self.target is None:
+            raise ValueError(f"--dataset {self.dataset}: name its column of classes: --target COLUMN")
+        if self.target is not None and not is_table(self.dataset):
+            raise ValueError(f"--target {self.target}: goes with a CSV file as --dataset")
         if self.public is not None and not self.public.is_dir():
             raise ValueError(f"--public {self.public}: no such folder")
         if self.public is not None and not Path(self.dataset).is_dir():
@@ -97,6 +104,7 @@ def make_source(images: Images, start: FineTuning, folder: Path) -> Source:
         dataset=presets.canonical(images.dataset),
         root=images.data,
         download=images.download,
+        target=images.target or "",
         public=None if images.public is None else images.public.resolve(),
         image_size=start.image_size or IMAGE_SIZE if tuned else None,
         weights=start.weights,

@@ -5,7 +5,7 @@ MNIST's 60,000 images) and the rest is *private*. Images are normalised with the
 below; those of digits, MNIST, Fashion-MNIST and CIFAR-10 are statistics of the whole data sets, as is usual
 with benchmarks, and a folder of images gets 0.5 and 0.25. The number of classes is read off all labels. All
 images come out as 32 × 32: MNIST and Fashion-MNIST get a border of two black pixels, digits are enlarged four
-times, an image folder's pictures are resized.
+times, an image folder's pictures are resized. Columns of a table are standardised by its public rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from opacus_bc.experiments.training import readers as read
+from opacus_bc.experiments.training.tables import is_table, standardisation, standardised, table
 
 NAMES = ("digits", "mnist", "fashion-mnist", "cifar10")
 
@@ -30,11 +31,11 @@ class Data:
 
     Attributes:
         name: The name it was asked for.
-        private: What is to be protected: images (float32, normalised) and labels (int64).
+        private: What is to be protected: images or rows (float32, normalised) and labels (int64).
         public: Unprotected, disjoint from ``private``: for ALC and BatchNorm statistics.
         test: For the reported accuracy.
         num_classes: Number of classes.
-        mean: The constants of the normalisation, by channel.
+        mean: The constants of the normalisation, by channel or column.
         std: The same.
         weights: File with the weights that networks start from, if any.
         features: Folder in which outputs of frozen networks are kept.
@@ -57,8 +58,13 @@ class Data:
 
     @property
     def in_channels(self) -> int:
-        """Number of channels of the images."""
+        """Number of channels of the images, or columns of the table."""
         return len(self.mean)
+
+    @property
+    def samples(self) -> str:
+        """What one sample is called, in the plural."""
+        return "images" if self.private.tensors[0].ndim > 2 else "rows"
 
     @property
     def black(self) -> Tensor:
@@ -137,13 +143,15 @@ def load(
     download: bool = False,
     image_size: int | None = None,
     public: Path | None = None,
+    target: str = "",
 ) -> Data:
     """Loads a data set and cuts it into private, public and test part.
 
     Args:
         name: "digits" (inside scikit-learn, no files needed), "mnist", "fashion-mnist", "cifar10", or the
             path of an image folder: FOLDER/train/CLASS/*.png and FOLDER/test/CLASS/*.png, or
-            FOLDER/CLASS/*.png, of which a sixth is then held out as the test set.
+            FOLDER/CLASS/*.png, of which a sixth is then held out as the test set; or that of a CSV file (see
+            `opacus_bc.experiments.training.tables`).
         root: Where the files are: MNIST/raw and FashionMNIST/raw as torchvision lays them out;
             ``cifar10.npz`` with x_train, y_train, x_test, y_test, or torchvision's cifar-10-batches-py.
         public_fraction: Share of the training set that becomes public.
@@ -152,6 +160,7 @@ def load(
         image_size: For pretrained networks, which bring their own normalisation: images stay bytes, and those
             of a folder are read at this size.
         public: Folder of public images with the same classes; all training images are private then.
+        target: The column of classes in a CSV file.
 
     Raises:
         ValueError: Unknown name, impossible fraction, or public images that do not go with the private ones.
@@ -172,11 +181,13 @@ def load(
     elif name == "cifar10":
         images, crop = read.cifar10(folder, download), 4
         mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the paper's
+    elif is_table(name):
+        images, mean, std, crop = table(Path(name), target, seed), (), (), 0
     elif Path(name).is_dir():
         images, mean, std, crop = read.image_folder(Path(name), seed, image_size), (0.5,) * 3, (0.25,) * 3, 4
     else:
         raise ValueError(
-            f"dataset {name!r}: neither one of {', '.join(NAMES)} nor an existing folder of images"
+            f"dataset {name!r}: neither one of {', '.join(NAMES)} nor an existing folder of images nor a .csv"
         )
     train_x, train_y, test_x, test_y = images
     order = read.permutation(len(train_y), seed)
@@ -190,12 +201,16 @@ def load(
     else:
         cut = 0
         public_x, public_y = read.public_folder(public, Path(name), seed, image_size)
+    if is_table(name):
+        mean, std = standardisation(public_x)
     if image_size is not None:
         mean, std, crop = (0.0,) * len(mean), (1.0,) * len(mean), 0
 
     def part(x: Tensor, y: Tensor) -> TensorDataset:
         if image_size is not None:
             return TensorDataset((x * 255).round().to(torch.uint8), y)
+        if is_table(name):
+            return TensorDataset(standardised(x, mean, std), y)
         shape = (1, len(mean), 1, 1)
         return TensorDataset((x - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape), y)
 
@@ -222,6 +237,7 @@ class Source:
         download: Whether torchvision may download what is missing.
         public: Folder of public images; None cuts them off the training set.
         image_size: See `load`.
+        target: See `load`.
         weights: File with the weights that networks start from.
         features: Folder in which outputs of frozen networks are kept.
     """
@@ -233,6 +249,7 @@ class Source:
     image_size: int | None = None
     weights: Path | None = None
     features: Path | None = None
+    target: str = ""
 
     def load(self) -> Data:
         """The data set; read once in every process."""
@@ -247,6 +264,7 @@ def _loaded(source: Source) -> Data:
         download=source.download,
         image_size=source.image_size,
         public=source.public,
+        target=source.target,
     )
     return replace(found, weights=source.weights, features=source.features)
 

@@ -177,6 +177,19 @@ NEEDS_WEIGHTS: frozenset[str] = frozenset(method.name for method in (*_PROBES, *
 BASELINE = _ALL[0]
 
 
+def listing() -> str:
+    """Every name that ``--methods`` takes, a line each; ``*``: by default, ``w``: needs ``--weights``.
+
+    >>> listing().splitlines()[:2]
+    ['* no-dp: no privacy', 'w probe: linear probe, no privacy']
+    """
+    lines = [
+        f"{'*' if name in DEFAULT else 'w' if name in NEEDS_WEIGHTS else ' '} {name}: {method.title}"
+        for name, method in METHODS.items()
+    ]
+    return "\n".join([*lines, *(f"  {name}: the group {' '.join(group)}" for name, group in GROUPS.items())])
+
+
 def select(names: Sequence[str], default: Sequence[str] = DEFAULT) -> list[Method]:
     """The named methods in the registry's order; no names mean the default ones, a group's all of its own.
 

@@ -28,6 +28,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from opacus_bc.experiments.training.tables import mlp
 from opacus_bc.experiments.training.timm_networks import TIMM, timm_factory
 
 Norm = Literal["batch", "group", "none"]
@@ -233,15 +234,16 @@ def replace_batch_norm(model: nn.Module, norm: Norm) -> nn.Module:
 
 
 def find_factory(name: str) -> Callable[..., nn.Module]:
-    """What a name of `MODELS`, ``"timm:NAME"`` or ``"package.module:factory"`` stands for.
+    """What ``"mlp"``, a name of `MODELS`, ``"timm:NAME"`` or ``"package.module:factory"`` stands for.
 
     Raises:
         ValueError: The name is unknown or cannot be imported.
     """
-    own = MODELS.get(name) or _KEPT_NAMES.get(name)
+    named = {**MODELS, "mlp": mlp}
+    own = named.get(name) or _KEPT_NAMES.get(name)
     if own is not None:
         return own
-    known = ", ".join(MODELS)
+    known = ", ".join(named)
     if ":" not in name:
         raise ValueError(
             f"model {name!r}: not one of {known}, nor of the form 'package.module:factory' or 'timm:NAME'"

@@ -417,7 +417,8 @@ def test_every_committed_epsilon_is_confirmed_by_dp_accounting(path: Path) -> No
 
 @pytest.mark.parametrize("path", FROM_SCRATCH, ids=lambda path: path.parent.name)
 def test_every_committed_result_is_found_by_the_command(path: Path) -> None:
-    facts, dataset = json.loads(path.read_text())["facts"], path.parent.name
+    facts = json.loads(path.read_text())["facts"]
+    dataset = facts["dataset"]
     preset = presets.preset(dataset)
     planned = plan.Plan(
         source=Source(dataset=dataset, root=path), preset=preset, model=facts["model"],

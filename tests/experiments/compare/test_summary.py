@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from opacus_bc.accounting import FDPAccountant
-from opacus_bc.experiments.compare.summary import FACTOR, Row, make_rows, recommend, separation
+from opacus_bc.experiments.compare.recommendation import FACTOR, recommend
+from opacus_bc.experiments.compare.summary import Row, make_rows, separation
 
 
 def row(name: str, *accuracies: float, **changes: Any) -> Row:
@@ -85,7 +87,7 @@ def test_one_seed_is_called_a_hint() -> None:
 def test_chance_is_called_chance() -> None:
     assert "no method learned anything" in recommend([row("one", 10.1, 10.3)], tuned=False)[0]
     text = recommend([row("one", 90, 90.1), row("two", 10.2, 9.9)], tuned=False)[0]
-    assert "most frequent class: two" in text
+    assert "that always answering with the most frequent class gets): two." in text
 
 
 def test_among_equals_the_cheapest_is_named() -> None:
@@ -140,3 +142,38 @@ def test_a_choice_by_public_images_is_said_and_not_called_unaccounted() -> None:
     assert "in short runs on public images alone" in settings
     assert "not accounted" not in settings
     assert "public images are a folder of their own" in meaning
+
+
+figures = st.floats(30, 99)
+
+
+@settings(max_examples=50)
+@given(figures, figures, figures)
+def test_differences_are_those_of_the_figures_that_are_shown(a: float, b: float, c: float) -> None:
+    plain = row("no privacy", a, a + 0.2, family="plain", budget=None, epsilon=None, protected=False)
+    text = recommend([plain, row("one", b, b + 0.2), row("two", c, c + 0.2)], tuned=False)[0]
+    best, without = (
+        float(re.findall(start + r"(\d+\.\d) ±", text)[0]) for start in (r"\*\*: ", "without it ")
+    )
+    cost = re.search(r"Privacy costs (-?\d+\.\d) points", text)
+    if cost is not None:
+        assert float(cost[1]) == pytest.approx(without - best, abs=1e-9)
+    else:
+        assert "Privacy costs no accuracy here" in text
+        assert without <= best
+    less = re.search(r"gets (\d+\.\d) ± .*?, (\d+\.\d) points less", text)
+    if less is not None:
+        assert float(less[2]) == pytest.approx(best - float(less[1]), abs=1e-9)
+
+
+def test_methods_too_close_to_call_are_not_called_equal() -> None:
+    text = recommend([row("one", 90.0, 91.0), row("two", 89.5, 90.7), row("far", 50, 51)], tuned=False)[0]
+    assert "Not sure: these runs do not show whether it is better than two (0.4 points behind):" in text
+    assert "That does not make them equal" in text
+    assert "told apart" not in text
+    assert "far" not in text
+
+
+def test_a_linear_probe_is_not_taken_for_training_without_privacy() -> None:
+    probe = row("probe", 80.0, 81.0, family="plain", budget=None, epsilon=None, protected=False)
+    assert "Privacy costs" not in recommend([probe, row("one", 82.0, 83.0)], tuned=False)[0]
