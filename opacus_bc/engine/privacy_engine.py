@@ -285,6 +285,33 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         for run in self._runs:
             run.obey(limit)
 
+    def remaining(self, epsilon: float, delta: float) -> int:
+        """How many more steps of the latest run fit into a budget, at its present noise.
+
+        **Formal guarantee**: if that many are taken, :meth:`get_epsilon` at ``delta`` is at most ``epsilon``,
+        ``finalize`` included; one step more and it is not. The number follows from public constants alone.
+
+        **Edge cases**: see :meth:`opacus_bc.engine.limit.Limit.more_steps`. Shuffled data are counted in
+        whole passes, the one under way included.
+
+        Args:
+            epsilon: The most that may be spent by all runs of this engine together.
+            delta: At which delta.
+
+        Raises:
+            ValueError: Nothing was made private yet.
+            UnprotectedStatisticsError: Running statistics leak.
+        """
+        limit = Limit(self.accountant, epsilon=epsilon, delta=delta, reserved=self._reserved)
+        self._check_protected(False)
+        run = self._latest("remaining()")
+        return run.booking.more_steps(run.optimizer, limit)
+
+    def _latest(self, what: str) -> Run:
+        if not self._runs:
+            raise ValueError(f"{what} speaks of a run: call make_private first")
+        return self._runs[-1]
+
     def _reserved(self) -> tuple[tuple[float, Any], ...]:
         return tuple(found for run in self._runs if (found := final_release(run)) is not None)
 

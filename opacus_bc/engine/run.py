@@ -60,12 +60,17 @@ class Run:
         """How often the weights have moved."""
         return self.optimizer.steps_taken
 
+    @property
+    def booking(self) -> Booking:
+        """What tells the accountant."""
+        booking = self.optimizer.booking
+        assert isinstance(booking, Booking)  # all builders see to it
+        return booking
+
     def obey(self, limit: Limit) -> None:
         """End the loader, and refuse steps, where the budget is spent."""
-        booking = self.optimizer.booking
-        assert isinstance(booking, Booking)  # both builders see to it
-        booking.obey(limit)
-        self.loader.ledger.ask_before_draws(partial(booking.covers, self.optimizer))
+        self.booking.obey(limit)
+        self.loader.ledger.ask_before_draws(partial(self.booking.covers, self.optimizer))
 
     def noise_and_bounds(self) -> dict[str, Any]:
         """The optimizer's noise multiplier and clip bound, as plain numbers."""
