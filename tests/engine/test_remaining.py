@@ -148,9 +148,10 @@ def test_remaining_needs_a_run_a_budget_and_statistics_that_do_not_leak() -> Non
         run.engine.remaining(1.0, DELTA)
 
 
-@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
-def test_a_run_without_noise_has_no_steps_left() -> None:
-    run = Run(noise_multiplier=0.0)
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0", "ignore:accountant='gdp'", "ignore:GDP")
+@pytest.mark.parametrize("accountant", ["fdp", "gdp"])
+def test_a_run_without_noise_has_no_steps_left(accountant: str) -> None:
+    run = Run(engine(accountant=accountant), noise_multiplier=0.0)
     run.train(1)
     run.optimizer.noise_multiplier = 2.0
     assert run.engine.remaining(5.0, DELTA) == 0
