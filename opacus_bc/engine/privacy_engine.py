@@ -24,6 +24,7 @@ from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
 from opacus_bc.engine.individual import build_individual
 from opacus_bc.engine.limit import Limit
 from opacus_bc.engine.release import final_release, finished_module, recalibrate, reserved_releases
+from opacus_bc.engine.reports import public_report, warn_at_start
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.resume.checkpoints import Checkpoints, check_savable
 from opacus_bc.engine.resume.parts import Parts
@@ -177,6 +178,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             check_protected(self.accountant, run.plan, [earlier.plan for earlier in self._runs])
             _warn_of_idle_policy(request, run)
             self._warn_of_others(run)
+            warn_at_start(run)
             undo.pop_all()
         self.dataset = data_loader.dataset
         run.optimizer.licence.take_over(run.policy.keeper.after_step)
@@ -376,16 +378,45 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
     def _check_booked(self) -> None:
         check_booked(self.accountant, [run.optimizer for run in self._runs])
 
-    def layer_report(self) -> LayerReport:
-        """What ALC does to each layer now and how the layers' norms moved, from public data only.
+    def layer_report(
+        self,
+        public_loader: DataLoader[Any] | None = None,
+        *,
+        criterion: Any = None,
+        gradient: Any = None,
+        compare_public: bool = True,
+    ) -> LayerReport:
+        """Norms and noise of each layer, from public data only; warns where noise drowns the signal.
+
+        With ``alc=`` it needs no arguments, and also says how the layers' norms moved. A public loader is
+        measured now, at the present weights, over what this run clips: single samples, users or mini-sets.
+
+        **Formal guarantee**: weights, buffers, gradients, hooks, modes and random states stay as they are.
+        (Checks that look at the first training forwards and then take themselves off count these too.)
+
+        Args:
+            public_loader: Public data, disjoint from the private data: pairs ``(x, y)`` unless ``gradient``
+                says otherwise.
+            criterion: The loss; None is cross entropy.
+            gradient: As :class:`opacus_bc.ALC` takes it.
+            compare_public: As in :meth:`make_private`.
 
         Raises:
-            ValueError: Nothing was made private with ``alc=``.
+            ValueError: Nothing was made private with ``alc=``, and there is no public loader.
+            PublicDataError: The public data are private ones, or their gradients say nothing.
         """
+        if public_loader is not None:
+            run = self._latest("layer_report()")
+            return public_report(
+                run, public_loader, criterion=criterion, gradient=gradient, compare_public=compare_public
+            )
         for run in reversed(self._runs):
             if run.optimizer.adaptive is not None:
                 return run.optimizer.layer_report()
-        raise ValueError("layer_report() needs layer norms from public data: pass alc= to make_private")
+        raise ValueError(
+            "layer_report() needs layer norms from public data: pass a public loader to it, or pass alc= to "
+            "make_private"
+        )
 
     def recalibrate_batch_norm(
         self, *, noise_multiplier: float | None = None, bound: float | None = None

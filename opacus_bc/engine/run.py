@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from opacus_bc.alc.measuring import PublicNorms
 from opacus_bc.batch_norm.policy import BatchNormPolicy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan
@@ -37,6 +38,7 @@ class Run:
     loader: PrivateDataLoader
     data_loader: DataLoader[Any]  # the user's
     plan: SamplingPlan
+    meter: PublicNorms  # measures gradients on public data as this run clips them
     clipping: str
     criterion: Any = None  # of ghost clipping
     users: UserIndex | None = None  # whose samples are which, where users are protected

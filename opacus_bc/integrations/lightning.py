@@ -25,7 +25,7 @@ class StepsByMoves(LightningModule):
 
     Inherit from it instead of from ``LightningModule``; ``configure_optimizers`` stays what it is.
 
-    **Edge cases**: schedulers with ``interval="epoch"`` and schedulers of plain torch optimizers step as ever.
+    **Edge cases**: schedulers with ``interval="epoch"`` and those of plain torch optimizers step as ever.
     Leave ``frequency`` at 1: Lightning counts it in deliveries. With ``automatic_optimization = False``
     Lightning steps no scheduler; do it yourself, ``if optimizer.weights_moved``.
     """

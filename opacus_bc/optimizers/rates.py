@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from opacus_bc.mechanism.warn import users_level
 
 TOO_FAST = (
-    "the learning rate changed between two deliveries of one draw, while the weights did not move: a scheduler "
-    "follows the loop, and the loop turns several times for each step (mini-sets, chunks). Its schedule runs "
-    "too fast by that factor. Call scheduler.step() only `if optimizer.weights_moved`, use "
+    "the learning rate changed between two deliveries of one draw, while the weights did not move: a "
+    "scheduler follows the loop, and the loop turns several times for each step (mini-sets, chunks). Its "
+    "schedule runs too fast by that factor. Call scheduler.step() only `if optimizer.weights_moved`, use "
     "opacus_bc.WarmupCosine, or with Lightning let your module inherit from "
     "opacus_bc.integrations.lightning.StepsByMoves"
 )

@@ -28,8 +28,9 @@ def loss_gradient(criterion: Loss) -> Gradient:
     def gradient(module: nn.Module, batch: object) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise PublicDataError(
-                f"the public loader yields {type(batch).__name__}, not pairs (x, y): pass ALC(..., "
-                "gradient=f) where f(module, batch) calls backward() as the training loop does"
+                f"the public loader yields {type(batch).__name__}, not pairs (x, y): pass gradient=f, for "
+                "instance ALC(..., gradient=f), where f(module, batch) calls backward() as the training loop "
+                "does"
             )
         output = forward(module, batch)
         target = batch[1].to(output.device) if isinstance(batch[1], Tensor) else batch[1]
@@ -75,7 +76,7 @@ def measure(
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise PublicDataError("ALC's public loader must be over a data set with an index and a length")
+        raise PublicDataError("the public loader must be over a data set with an index and a length")
     order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
     found = []
     with isolated_randomness(seed, loader), training_mode(module), torch.enable_grad():
