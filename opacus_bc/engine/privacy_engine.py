@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,8 +22,10 @@ from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.book_keeping import build_book_keeping
 from opacus_bc.engine.booking import check_accountant, check_booked, check_protected
 from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
+from opacus_bc.engine.card import model_card, write_card
 from opacus_bc.engine.individual import build_individual
 from opacus_bc.engine.limit import Limit
+from opacus_bc.engine.logs import loggable
 from opacus_bc.engine.release import final_release, finished_module, recalibrate, reserved_releases
 from opacus_bc.engine.reports import public_report, warn_at_start
 from opacus_bc.engine.request import Request
@@ -364,6 +367,51 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         """
         self._check_protected(allow_unprotected)
         return st.render(st.facts(self, self._runs, delta), format=format)
+
+    def save_model_card(
+        self,
+        path: Any,
+        delta: float,
+        *,
+        title: str = "Model card",
+        metadata: dict[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write a model card for Hugging Face's hub: front matter, and the statement as a section.
+
+        Args:
+            path: The file, or a folder, which gets a README.md.
+            delta: The delta at which epsilon is stated.
+            title: The card's heading.
+            metadata: More entries of the front matter, for instance ``{"license": "mit"}``.
+            overwrite: Whether an existing file is replaced.
+
+        Returns:
+            The path of the card.
+
+        Raises:
+            FileExistsError: The file exists already.
+            UnprotectedStatisticsError: Running statistics leak.
+        """
+        section = self.statement(delta, format="markdown")
+        return write_card(path, model_card(section, title=title, metadata=metadata), overwrite=overwrite)
+
+    def loggable(self, delta: float) -> dict[str, float]:
+        """Numbers of the latest run that may be logged, published or plotted while it trains.
+
+        **Formal guarantee**: nothing in it was computed from private data, but for what epsilon covers; see
+        :func:`opacus_bc.engine.logs.loggable`. Losses, accuracies on training data, gradient norms and
+        actual batch sizes are not in it, because they are private.
+
+        Args:
+            delta: The delta at which epsilon and mu are stated.
+
+        Raises:
+            ValueError: Nothing was made private yet.
+            UnprotectedStatisticsError: Running statistics leak.
+        """
+        self._check_protected(False)
+        return loggable(self, self._latest("loggable()"), delta)
 
     def _check_protected(self, allow_unprotected: bool) -> None:
         for run in self._runs:

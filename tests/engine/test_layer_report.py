@@ -58,7 +58,6 @@ MODES: dict[str, dict[str, Any]] = {
 VECTORS = {"bc": 1, "gbc": 4, "alc": 4}
 
 
-@pytest.mark.filterwarnings("ignore:the noise of an update", "ignore:Full backward hook")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_report_leaves_no_trace(mode: str) -> None:
     made, module, optimizer, *rest = private(**MODES[mode])
@@ -106,7 +105,6 @@ def public_vectors(model: nn.Module, size: int) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:the noise of an update")
 @pytest.mark.parametrize(
     ("mode", "size", "vectors", "doubled"), [("bk", 1, 16, 1), ("gbc", 4, 4, 2), ("bc", 16, 1, 2)]
 )
@@ -144,7 +142,6 @@ def test_bounds_of_single_tensors_add_up_to_those_of_their_layer() -> None:
     assert [row.noise_std for row in rows] == pytest.approx([SIGMA * math.hypot(0.1, 0.2, 0.3, 0.1, 0.2)] * 3)
 
 
-@pytest.mark.filterwarnings("ignore:the noise of an update")
 def test_private_data_useless_data_and_missing_data_are_refused() -> None:
     made, module, *_ = private()
     with pytest.raises(ValueError, match="pass a public loader to it, or pass alc="):
@@ -206,6 +203,7 @@ def test_the_report_warns_where_noise_drowns_the_signal() -> None:
     assert report.noise_to_signal > DROWNED
 
 
+@pytest.mark.filterwarnings("error:the noise of an update")
 def test_alc_warns_at_make_private_and_nothing_is_left_if_that_is_an_error() -> None:
     model = wide()
     kinds = [type(m) for m in model.modules()]
@@ -215,6 +213,7 @@ def test_alc_warns_at_make_private_and_nothing_is_left_if_that_is_an_error() -> 
     private(model, alc=loader(), **{**WIDE, "noise_multiplier": 0.1})  # no warning
 
 
+@pytest.mark.filterwarnings("error:the noise of an update")
 def test_remedies_go_by_what_is_clipped_and_little_noise_is_not_warned_of() -> None:
     warn_of_drowning(DROWNED, "sample")
     for unit, words in (("sample", "take a larger batch"), ("user", "draw more users"), ("mini-set", "flat")):

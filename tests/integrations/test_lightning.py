@@ -18,7 +18,7 @@ from opacus_bc import WarmupCosine
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it imports warns of its own deprecations
     lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
-    from opacus_bc.integrations.lightning import StepsByMoves
+    from opacus_bc.integrations.lightning import LogPrivacy, StepsByMoves
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, loggers and devices
 
@@ -207,3 +207,20 @@ def test_our_own_schedule_is_right_without_the_class_and_with_it() -> None:
         schedule = WarmupCosine(private.optimizer, total_steps=40, warmup_steps=4)
         fit(private, kind(private, scheduler=schedule))
         assert rate(private) == pytest.approx(0.1 * 0.5 * (1 + math.cos(math.pi * (20 - 4) / 36)))
+
+
+def test_the_callback_logs_what_may_be_logged_and_nothing_else() -> None:
+    private = Private(mini_batch_size=5)
+    logged: list[dict[str, float]] = []
+
+    class Recorder(lightning.pytorch.loggers.logger.DummyLogger):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.append(dict(metrics))
+
+    fit(private, logger=Recorder(), callbacks=[LogPrivacy(private.engine, 1e-5)])
+    expected = {f"privacy/{name}": value for name, value in private.engine.loggable(1e-5).items()}
+    assert len(logged) == EPOCHS
+    assert {name for each in logged for name in each} == {*expected, "epoch"}
+    assert {name: logged[-1][name] for name in expected} == pytest.approx(expected)
+    assert [each["privacy/steps"] for each in logged] == [10, 20]
+    assert logged[0]["privacy/epsilon"] < logged[1]["privacy/epsilon"]
