@@ -84,6 +84,19 @@ def test_the_model_and_all_randomness_are_left_alone() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_a_copy_is_measured_so_that_attributes_of_the_model_stay() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counting(4, 2)
+    suggest(model)
+    assert model.calls == 0
+
+
 def made(norms: list[float], **kwargs: Any) -> SuggestedClipping:
     given: dict[str, Any] = {"unit": "sample", "mini_set_size": 1, "entries": 100, "batch_size": 20}
     return SuggestedClipping(norms=norms, **{**given, **kwargs})
