@@ -12,6 +12,7 @@ from opacus_bc.draws.loader import BatchMemoryManager, PrivateDataLoader
 from opacus_bc.draws.units import Units
 from opacus_bc.engine.privacy_engine import PrivacyEngine
 from opacus_bc.engine.resume.files import CheckpointError
+from opacus_bc.engine.suggest import SuggestedClipping, suggest_max_grad_norm
 from opacus_bc.gradients.fixer import fix
 from opacus_bc.gradients.local_update import local_update
 from opacus_bc.optimizers.averaging import AveragedWeights
@@ -38,6 +39,7 @@ __all__ = [
     "PrivateStatistics",
     "PublicDataError",
     "PublicStatistics",
+    "SuggestedClipping",
     "TradeOffCurve",
     "Units",
     "UnprotectedStatisticsError",
@@ -45,6 +47,7 @@ __all__ = [
     "accounting",
     "fix",
     "local_update",
+    "suggest_max_grad_norm",
 ]
 
 accounting.register()

@@ -24,6 +24,7 @@ ROOMS = (
     "alc",
     "optimizers",
     "engine",
+    "integrations",
     "audit",
     "experiments",
     "cli",

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opacus_bc.alc.config import ALC, finest_layers, nominal_rule
 from opacus_bc.alc.freezing import HoverWatch
 from opacus_bc.alc.groups import by_norm
+from opacus_bc.alc.measuring import LARGEST_COUNT, PublicNorms
 from opacus_bc.mechanism.blocks import Block
 from opacus_bc.mechanism.layerwise import floored
 from opacus_bc.mechanism.names import Adjacency, Unit
 from opacus_bc.mechanism.types import Loss, State
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.parallel.ranks import Ranks
 from opacus_bc.public.data import PublicDataError
-from opacus_bc.public.norms import loss_gradient, mean_group_norms, parameter_norms
+from opacus_bc.public.norms import loss_gradient, mean_group_norms
 
-Measure = Callable[..., list[dict[str, float]]]
 logger = logging.getLogger("opacus_bc")
 
 # An estimation computes at most this share of the gradients of the steps between two of them, so that it
 # stays below 5 % of their time (benchmarks/alc_estimation_cost.py); a single sample costs more than its share
-# of a batch. More than LARGEST_COUNT add little: the means are then known to within about 10 per cent.
+# of a batch.
 SHARE: Mapping[Unit, float] = {"mini-set": 0.04, "user": 0.04, "sample": 0.005}
-LARGEST_COUNT: Mapping[Unit, int] = {"mini-set": 32, "user": 32, "sample": 128}
 
 # For the plot: when there are more estimations, every second one is dropped.
 LONGEST_HISTORY = 1000
@@ -40,20 +36,6 @@ LONGEST_HISTORY = 1000
 def default_count(unit: Unit, gradients: int) -> int:
     """How many public gradients an estimation looks at when training computes ``gradients`` between two."""
     return max(1, min(LARGEST_COUNT[unit], int(SHARE[unit] * gradients)))
-
-
-class Hooks(Protocol):
-    """What makes per-sample gradients of a model's passes: Opacus's wrappers and hooks, and book-keeping."""
-
-    hooks_enabled: bool
-
-    def disable_hooks(self) -> None:
-        """Make none for the time being."""
-        ...
-
-    def enable_hooks(self) -> None:
-        """Make them again."""
-        ...
 
 
 class AdaptiveClipping:
@@ -67,7 +49,7 @@ class AdaptiveClipping:
     def __init__(
         self,
         config: ALC,
-        module: nn.Module,  # not wrapped
+        meter: PublicNorms,
         names: Sequence[str],  # of the trainable parameters
         *,
         unit: Unit,
@@ -76,15 +58,9 @@ class AdaptiveClipping:
         steps_per_epoch: int,
         gradients_per_step: int,  # units clipped in a step
         criterion: Loss | None = None,
-        ranks: Ranks | None = None,  # processes that must have the same bounds
-        measure: Measure | None = None,
-        hooks: Hooks | None = None,  # silenced while public data pass
     ) -> None:
         self.config = config
-        self._hooks = hooks
-        self._measure = measure or parameter_norms
-        self.ranks = ranks
-        self.module = module
+        self.meter = meter
         self.mini_set_size = mini_set_size
         self.period = steps_per_epoch if isinstance(config.refresh, str) else config.refresh
         self.count = config.max_batches or default_count(unit, self.period * gradients_per_step)
@@ -137,20 +113,15 @@ class AdaptiveClipping:
 
     def _estimate(self) -> bool:
         self.estimations += 1
-        with self._silenced():
-            measured = self._measure(
-                self.module,
-                self._names,
-                loader=self.config.public_loader,
-                gradient=self.gradient,
-                mini_set_size=self.mini_set_size,
-                count=self.count,
-                seed=self.estimations,
-                frozen=self.frozen,
-            )
-        if self.ranks is not None:
-            rows = self.ranks.agree_on_rows([[norms[name] for name in self._names] for norms in measured])
-            measured = [dict(zip(self._names, row, strict=True)) for row in rows]
+        measured = self.meter(
+            self._names,
+            loader=self.config.public_loader,
+            gradient=self.gradient,
+            mini_set_size=self.mini_set_size,
+            count=self.count,
+            seed=self.estimations,
+            frozen=self.frozen,
+        )
         if not measured:
             return False
         layers = mean_group_norms(measured, self.layers)
@@ -170,18 +141,6 @@ class AdaptiveClipping:
             self.history = [*self.history[:-1:2], self.history[-1]]
         self._estimated_at = self.steps
         return True
-
-    @contextmanager
-    def _silenced(self) -> Iterator[None]:
-        hooks = self._hooks
-        if hooks is None or not getattr(hooks, "hooks_enabled", False):
-            yield
-            return
-        hooks.disable_hooks()
-        try:
-            yield
-        finally:
-            hooks.enable_hooks()
 
     def end_step(self, weights: Mapping[str, Tensor], noise_steps: Mapping[str, float]) -> None:
         """A step with noise of these deviations moved the weights: hold frozen entries, look for others."""

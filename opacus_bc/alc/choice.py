@@ -8,9 +8,10 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
-from opacus_bc.alc.adaptive import AdaptiveClipping, Hooks, Measure
+from opacus_bc.alc.adaptive import AdaptiveClipping
 from opacus_bc.alc.config import ALC, nominal_rule
 from opacus_bc.alc.freezing import check_freezable
+from opacus_bc.alc.measuring import Hooks, Measure, PublicNorms
 from opacus_bc.draws.plan import SamplingPlan
 from opacus_bc.mechanism.blocks import effective_noise_multiplier
 from opacus_bc.mechanism.names import Adjacency, Unit
@@ -29,7 +30,7 @@ def trainable(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Par
     return [(name, p) for name, p in module.named_parameters() if p in own]
 
 
-def _without_alc(unit: Unit, adjacency: Adjacency, bounds: tuple[float, ...] | None = None) -> ClipRule:
+def without_alc(unit: Unit, adjacency: Adjacency, bounds: tuple[float, ...] | None = None) -> ClipRule:
     """Mini-sets and users get noise of sigma times their sensitivity, single samples Opacus's."""
     if unit != "sample":
         return FlatClipping(unit=unit, adjacency=adjacency)
@@ -40,7 +41,7 @@ def effective_per_multiplier(
     config: ALC | None, parameters: Named, *, unit: Unit, adjacency: Adjacency
 ) -> float:
     """``sigma_eff / sigma``, read off the very blocks that training will release (at sigma = 1)."""
-    rule = _without_alc(unit, adjacency)
+    rule = without_alc(unit, adjacency)
     if config is not None:
         rule = nominal_rule(config, [name for name, _ in parameters], unit=unit, adjacency=adjacency)
     return effective_noise_multiplier(rule.blocks(parameters, noise_multiplier=1.0, max_grad_norm=1.0))
@@ -65,32 +66,40 @@ def check_alc(
     effective_per_multiplier(config, parameters, unit=unit, adjacency=adjacency)
 
 
-def make_rule(
-    config: ALC | None,
+def make_meter(
     module: nn.Module,
-    optimizer: Optimizer,
-    *,
     plan: SamplingPlan,
-    bounds: tuple[float, ...] | None = None,
-    criterion: Loss | None = None,
+    *,
     ranks: Ranks | None = None,
     measure: Measure | None = None,
     hooks: Hooks | None = None,
+) -> PublicNorms:
+    """What measures public gradients as this training clips them; see :class:`PublicNorms`."""
+    if plan.views > 1:
+        measure = partial(parameter_norms, views=plan.views)
+    return PublicNorms(module, measure=measure or parameter_norms, hooks=hooks, ranks=ranks)
+
+
+def make_rule(
+    config: ALC | None,
+    optimizer: Optimizer,
+    *,
+    plan: SamplingPlan,
+    meter: PublicNorms,
+    bounds: tuple[float, ...] | None = None,
+    criterion: Loss | None = None,
 ) -> ClipRule:
     """The clip rule of every mode; without a ``config`` a fixed one (``bounds`` are those of "per_layer")."""
     if config is None:
-        return _without_alc(plan.unit, plan.adjacency, bounds)
+        return without_alc(plan.unit, plan.adjacency, bounds)
     return AdaptiveClipping(
         config,
-        module,
-        [name for name, _ in trainable(module, optimizer)],
+        meter,
+        [name for name, _ in trainable(meter.module, optimizer)],
         unit=plan.unit,
         adjacency=plan.adjacency,
         mini_set_size=plan.clipped_together,
         steps_per_epoch=plan.steps_per_epoch,
         gradients_per_step=plan.vectors,
         criterion=criterion,
-        ranks=ranks,
-        measure=measure if plan.views == 1 else partial(parameter_norms, views=plan.views),
-        hooks=hooks,
     )

@@ -14,7 +14,7 @@ from opacus_bc.mechanism.layerwise import Apply, Groups, LayerwiseClipping, Nois
 from opacus_bc.mechanism.names import Adjacency, Unit
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.types import Loader
-from opacus_bc.public.data import PublicDataError, check_public_loader
+from opacus_bc.public.data import check_yields_samples
 from opacus_bc.public.norms import Gradient, check_drawable
 
 
@@ -67,10 +67,8 @@ class ALC:
     freeze: FreezeConverged | None = None
 
     def __post_init__(self) -> None:
-        check_public_loader(self.public_loader)
+        check_yields_samples(self.public_loader)
         check_drawable(self.public_loader)
-        if self.public_loader.batch_size is None:
-            raise PublicDataError("ALC's public loader has batch_size=None: its data set must yield samples")
         for name, value, allowed in (("rule", self.rule, Rule), ("apply", self.apply, Apply)):
             if value not in get_args(allowed):
                 choices = ", ".join(map(repr, get_args(allowed)))

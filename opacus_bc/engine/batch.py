@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from opacus_bc._opacus import AbstractGradSampleModule
-from opacus_bc.alc.choice import make_rule, trainable
+from opacus_bc.alc.choice import make_meter, make_rule, trainable
 from opacus_bc.batch_norm.choices import needs_several_samples
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
@@ -76,8 +76,8 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
         reduction = sharded = ShardedReduction(plain, sharding, loader.ledger, mean=mean)
         undo.callback(sharded.remove)
         guests, measure = (sharded,), sharded.parameter_norms
-    config, criterion = request.config, request.criterion
-    rule = make_rule(config, plain, optimizer, plan=plan, criterion=criterion, ranks=ranks, measure=measure)
+    config, meter = request.config, make_meter(plain, plan, ranks=ranks, measure=measure)
+    rule = make_rule(config, optimizer, plan=plan, meter=meter, criterion=request.criterion)
     if wrapper is not None and ranks is not None:
         reduction = attach(wrapper, ranks, loader.ledger, plan, mean=mean)
     private = BatchClippingOptimizer(
@@ -106,6 +106,7 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
         loader=loader,
         data_loader=data_loader,
         plan=plan,
+        meter=meter,
         users=request.users,
         clipping="batch",
         alc_loader=None if config is None else config.public_loader,

@@ -12,7 +12,7 @@ from numpy.random import Generator
 from torch import nn, optim
 
 from opacus_bc._opacus import DPDataLoader
-from opacus_bc.alc.choice import make_rule, trainable
+from opacus_bc.alc.choice import make_meter, make_rule, trainable
 from opacus_bc.batch_norm.policy import make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import (
@@ -91,20 +91,14 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         reduction = SummedReduction(ranks)
         reduction.attach(wrapper)
         wrapper.broadcast_buffers = False
+    meter = make_meter(plain, plan, ranks=ranks, hooks=recording)
     private = BookKeepingOptimizer(
         optimizer,
         book=book,
         noise_multiplier=request.noise_multiplier,
         max_grad_norm=clip_bound,
         clip_rule=make_rule(
-            request.config,
-            plain,
-            optimizer,
-            plan=plan,
-            bounds=bounds,
-            criterion=request.criterion,
-            ranks=ranks,
-            hooks=recording,
+            request.config, optimizer, plan=plan, meter=meter, bounds=bounds, criterion=request.criterion
         ),
         ledger=loader.ledger,
         noise=noise_source,
@@ -124,6 +118,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         loader=loader,
         data_loader=request.data_loader,
         plan=plan,
+        meter=meter,
         clipping=request.clipping,
         users=request.users,
         alc_loader=None if request.config is None else request.config.public_loader,

@@ -39,6 +39,19 @@ class Booking:
             new_pass=self._mark(optimizer.ledger.pass_index) != self._last,
         )
 
+    def more_steps(self, optimizer: PrivateOptimizer, limit: Limit) -> int:
+        """How many more steps like the next one a budget covers, if the pass under way is finished."""
+        a_pass, left = self.plan.steps_per_epoch, 0
+        if self._last is not None and self._mark(optimizer.ledger.pass_index) == self._last:
+            left = max(0, a_pass - int(self.accountant.history[-1][2]))
+        return limit.more_steps(
+            noise_multiplier=optimizer.effective_noise_multiplier,
+            sample_rate=self.plan.sample_rate,
+            sampling=self.plan.event,
+            steps_per_pass=a_pass,
+            left_in_pass=left,
+        )
+
     def __call__(self, optimizer: PrivateOptimizer) -> None:
         """Book the release under way.
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from opacus_bc._opacus import DPDataLoader, StockPrivacyEngine, get_optimizer_class
-from opacus_bc.alc.choice import make_rule, trainable
+from opacus_bc.alc.choice import make_meter, make_rule, trainable
 from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.sources import (
@@ -85,6 +85,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
         loader=loader,
         data_loader=request.data_loader,
         plan=plan,
+        meter=make_meter(request.module, plan, hooks=wrapper),
         clipping=request.clipping,
         users=request.users,
         criterion=criterion[0] if criterion else None,
@@ -154,7 +155,7 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
         module, optimizer = request.module, request.inner_optimizer
         assert loader is not None  # Opacus prepares the loader first
         bounds, clip_bound = clip_bounds(request)
-        plan, criterion, hooks = request.plan, request.criterion, self.wrapper
+        plan, hooks = request.plan, self.wrapper
         if request.users is not None:  # Opacus has divided the number of samples by that of its batches
             expected_batch_size = plan.vectors
         common: dict[str, Any] = {
@@ -166,7 +167,12 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
             "noise": None,
             "parameter_names": {p: name for name, p in module.named_parameters()},
             "clip_rule": make_rule(
-                request.config, module, optimizer, plan=plan, bounds=bounds, criterion=criterion, hooks=hooks
+                request.config,
+                optimizer,
+                plan=plan,
+                meter=make_meter(module, plan, hooks=hooks),
+                bounds=bounds,
+                criterion=request.criterion,
             ),
         }
         if request.own_arithmetic:

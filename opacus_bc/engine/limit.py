@@ -9,6 +9,7 @@ from opacus_bc.accounting.events import base_kind
 from opacus_bc.mechanism.numbers import check_positive
 
 _MOST_STEPS = 10**8
+_MOST_PASSES = 10**4  # over shuffled data, each of which is an entry of a history
 
 
 class BudgetSpentError(RuntimeError):
@@ -56,6 +57,53 @@ class Limit:
                 new_pass=new_pass,
             )
             return self._fits(trial)
+        made, most = self._made_and_most(noise_multiplier, sample_rate, sampling)
+        return made < most
+
+    def more_steps(
+        self,
+        *,
+        noise_multiplier: float,
+        sample_rate: float,
+        sampling: str,
+        steps_per_pass: int,
+        left_in_pass: int = 0,
+    ) -> int:
+        """How many more steps of one kind fit, one after the other.
+
+        **Formal guarantee**: so many keep epsilon at most ``epsilon`` with the reserved releases, and one
+        more does not. Both were asked of a copy of the accountant.
+
+        **Edge cases**: 0 if more is spent already, and without noise. At most 10^8 steps of a kind, or 10^4
+        passes over shuffled data, are looked at.
+
+        Args:
+            noise_multiplier: sigma_eff of each.
+            sample_rate: Of each.
+            sampling: As accountants call it.
+            steps_per_pass: For shuffled data, which cost by the pass.
+            left_in_pass: Steps of a pass that was begun, and will be finished.
+        """
+        if noise_multiplier == 0 or any(entry[0] == 0 for entry in self.accountant.history):
+            return 0
+        if base_kind(sampling) != "shuffle":
+            made, most = self._made_and_most(noise_multiplier, sample_rate, sampling)
+            return most - made
+        base = self._copy(self.accountant.history)
+        step = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "sampling": sampling}
+        if left_in_pass:
+            base.step(**step)
+        if not self._fits(self._copy(base.history)):
+            return 0
+
+        def fit(passes: int) -> bool:
+            whole = (noise_multiplier, sample_rate, steps_per_pass, sampling)
+            return self._fits(self._copy([*base.history, *[whole] * passes]))
+
+        return left_in_pass + steps_per_pass * _largest(fit, at_least=0, most=_MOST_PASSES)
+
+    def _made_and_most(self, noise_multiplier: float, sample_rate: float, sampling: str) -> tuple[int, int]:
+        """How many steps of a kind were made, and how many fit in all."""
         step = (noise_multiplier, sample_rate, 1)
         if self.accountant.mechanism() == "fdp":
             step = (*step, sampling)  # type: ignore[assignment]  # entries of Opacus's accountants are shorter
@@ -68,7 +116,7 @@ class Limit:
         key = (step, tuple(base), self.reserved())
         if self._known is None or self._known[0] != key:
             self._known = key, self._most(base, step, made)
-        return made < self._known[1]
+        return made, self._known[1]
 
     def _most(self, base: list[Any], step: tuple[Any, ...], made: int) -> int:
         """The most steps of this kind that fit behind ``base``, at least as many as were made."""
@@ -76,15 +124,7 @@ class Limit:
         def fit(steps: int) -> bool:
             return self._fits(self._copy([*base, (*step[:2], steps, *step[3:])]))
 
-        low, high = made, made + 1
-        while fit(high):
-            low, high = high, min(2 * high + 1, _MOST_STEPS)
-            if low == high:
-                return low
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fit(middle) else (low, middle)
-        return low
+        return _largest(fit, at_least=made, most=_MOST_STEPS)
 
     def _copy(self, history: list[Any]) -> Any:
         copy = type(self.accountant)()
@@ -98,3 +138,20 @@ class Limit:
             else:
                 trial.step(noise_multiplier=multiplier, sample_rate=1.0)
         return float(trial.get_epsilon(self.delta)) <= self.epsilon
+
+
+def _largest(fit: Callable[[int], bool], *, at_least: int, most: int) -> int:
+    """The largest number up to ``most`` that fits, with one more that does not.
+
+    >>> _largest(lambda n: n <= 11, at_least=3, most=100), _largest(lambda n: False, at_least=3, most=100)
+    (11, 3)
+    """
+    low, high = at_least, at_least + 1
+    while fit(high):
+        low, high = high, min(2 * high + 1, most)
+        if low == high:
+            return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle)
+    return low

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,10 +22,13 @@ from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.book_keeping import build_book_keeping
 from opacus_bc.engine.booking import check_accountant, check_booked, check_protected
 from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
+from opacus_bc.engine.card import model_card, write_card
 from opacus_bc.engine.individual import build_individual
 from opacus_bc.engine.keywords import takes_no_budget, takes_no_noise_multiplier
 from opacus_bc.engine.limit import Limit
+from opacus_bc.engine.logs import loggable
 from opacus_bc.engine.release import final_release, finished_module, recalibrate, reserved_releases
+from opacus_bc.engine.reports import public_report, warn_at_start
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.resume.checkpoints import Checkpoints, check_savable
 from opacus_bc.engine.resume.parts import Parts
@@ -179,6 +183,7 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             check_protected(self.accountant, run.plan, [earlier.plan for earlier in self._runs])
             _warn_of_idle_policy(request, run)
             self._warn_of_others(run)
+            warn_at_start(run)
             undo.pop_all()
         self.dataset = data_loader.dataset
         run.optimizer.licence.take_over(run.policy.keeper.after_step)
@@ -286,6 +291,33 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         for run in self._runs:
             run.obey(limit)
 
+    def remaining(self, epsilon: float, delta: float) -> int:
+        """How many more steps of the latest run fit into a budget, at its present noise.
+
+        **Formal guarantee**: if that many are taken, :meth:`get_epsilon` at ``delta`` is at most ``epsilon``,
+        ``finalize`` included; one step more and it is not. The number follows from public constants alone.
+
+        **Edge cases**: see :meth:`opacus_bc.engine.limit.Limit.more_steps`. Shuffled data are counted in
+        whole passes, the one under way included.
+
+        Args:
+            epsilon: The most that may be spent by all runs of this engine together.
+            delta: At which delta.
+
+        Raises:
+            ValueError: Nothing was made private yet.
+            UnprotectedStatisticsError: Running statistics leak.
+        """
+        limit = Limit(self.accountant, epsilon=epsilon, delta=delta, reserved=self._reserved)
+        self._check_protected(False)
+        run = self._latest("remaining()")
+        return run.booking.more_steps(run.optimizer, limit)
+
+    def _latest(self, what: str) -> Run:
+        if not self._runs:
+            raise ValueError(f"{what} speaks of a run: call make_private first")
+        return self._runs[-1]
+
     def _reserved(self) -> tuple[tuple[float, Any], ...]:
         return tuple(found for run in self._runs if (found := final_release(run)) is not None)
 
@@ -337,6 +369,51 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         self._check_protected(allow_unprotected)
         return st.render(st.facts(self, self._runs, delta), format=format)
 
+    def save_model_card(
+        self,
+        path: Any,
+        delta: float,
+        *,
+        title: str = "Model card",
+        metadata: dict[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write a model card for Hugging Face's hub: front matter, and the statement as a section.
+
+        Args:
+            path: The file, or a folder, which gets a README.md.
+            delta: The delta at which epsilon is stated.
+            title: The card's heading.
+            metadata: More entries of the front matter, for instance ``{"license": "mit"}``.
+            overwrite: Whether an existing file is replaced.
+
+        Returns:
+            The path of the card.
+
+        Raises:
+            FileExistsError: The file exists already.
+            UnprotectedStatisticsError: Running statistics leak.
+        """
+        section = self.statement(delta, format="markdown")
+        return write_card(path, model_card(section, title=title, metadata=metadata), overwrite=overwrite)
+
+    def loggable(self, delta: float) -> dict[str, float]:
+        """Numbers of the latest run that may be logged, published or plotted while it trains.
+
+        **Formal guarantee**: nothing in it was computed from private data, but for what epsilon covers; see
+        :func:`opacus_bc.engine.logs.loggable`. Losses, accuracies on training data, gradient norms and
+        actual batch sizes are not in it, because they are private.
+
+        Args:
+            delta: The delta at which epsilon and mu are stated.
+
+        Raises:
+            ValueError: Nothing was made private yet.
+            UnprotectedStatisticsError: Running statistics leak.
+        """
+        self._check_protected(False)
+        return loggable(self, self._latest("loggable()"), delta)
+
     def _check_protected(self, allow_unprotected: bool) -> None:
         for run in self._runs:
             run.policy.check_buffers()
@@ -350,16 +427,45 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
     def _check_booked(self) -> None:
         check_booked(self.accountant, [run.optimizer for run in self._runs])
 
-    def layer_report(self) -> LayerReport:
-        """What ALC does to each layer now and how the layers' norms moved, from public data only.
+    def layer_report(
+        self,
+        public_loader: DataLoader[Any] | None = None,
+        *,
+        criterion: Any = None,
+        gradient: Any = None,
+        compare_public: bool = True,
+    ) -> LayerReport:
+        """Norms and noise of each layer, from public data only; warns where noise drowns the signal.
+
+        With ``alc=`` it needs no arguments, and also says how the layers' norms moved. A public loader is
+        measured now, at the present weights, over what this run clips: single samples, users or mini-sets.
+
+        **Formal guarantee**: weights, buffers, gradients, hooks, modes and random states stay as they are.
+        (Checks that look at the first training forwards and then take themselves off count these too.)
+
+        Args:
+            public_loader: Public data, disjoint from the private data: pairs ``(x, y)`` unless ``gradient``
+                says otherwise.
+            criterion: The loss; None is cross entropy.
+            gradient: As :class:`opacus_bc.ALC` takes it.
+            compare_public: As in :meth:`make_private`.
 
         Raises:
-            ValueError: Nothing was made private with ``alc=``.
+            ValueError: Nothing was made private with ``alc=``, and there is no public loader.
+            PublicDataError: The public data are private ones, or their gradients say nothing.
         """
+        if public_loader is not None:
+            run = self._latest("layer_report()")
+            return public_report(
+                run, public_loader, criterion=criterion, gradient=gradient, compare_public=compare_public
+            )
         for run in reversed(self._runs):
             if run.optimizer.adaptive is not None:
                 return run.optimizer.layer_report()
-        raise ValueError("layer_report() needs layer norms from public data: pass alc= to make_private")
+        raise ValueError(
+            "layer_report() needs layer norms from public data: pass a public loader to it, or pass alc= to "
+            "make_private"
+        )
 
     def recalibrate_batch_norm(
         self, *, noise_multiplier: float | None = None, bound: float | None = None

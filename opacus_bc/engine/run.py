@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from opacus_bc.alc.measuring import PublicNorms
 from opacus_bc.batch_norm.policy import BatchNormPolicy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan
@@ -37,6 +38,7 @@ class Run:
     loader: PrivateDataLoader
     data_loader: DataLoader[Any]  # the user's
     plan: SamplingPlan
+    meter: PublicNorms  # measures gradients on public data as this run clips them
     clipping: str
     criterion: Any = None  # of ghost clipping
     users: UserIndex | None = None  # whose samples are which, where users are protected
@@ -60,12 +62,17 @@ class Run:
         """How often the weights have moved."""
         return self.optimizer.steps_taken
 
+    @property
+    def booking(self) -> Booking:
+        """What tells the accountant."""
+        booking = self.optimizer.booking
+        assert isinstance(booking, Booking)  # all builders see to it
+        return booking
+
     def obey(self, limit: Limit) -> None:
         """End the loader, and refuse steps, where the budget is spent."""
-        booking = self.optimizer.booking
-        assert isinstance(booking, Booking)  # both builders see to it
-        booking.obey(limit)
-        self.loader.ledger.ask_before_draws(partial(booking.covers, self.optimizer))
+        self.booking.obey(limit)
+        self.loader.ledger.ask_before_draws(partial(self.booking.covers, self.optimizer))
 
     def noise_and_bounds(self) -> dict[str, Any]:
         """The optimizer's noise multiplier and clip bound, as plain numbers."""

@@ -207,7 +207,13 @@ def render(facts: Facts, *, format: str = "text") -> str:
     sections = _sections(facts)
     if format == "text":
         return "\n".join(f"{title}: {body}." for title, body in sections)
-    return "\n".join(["## Privacy statement", "", *(f"- **{title}**: {body}" for title, body in sections)])
+    rows = [f"| {_cell(title)} | {_cell(body)} |" for title, body in sections]
+    return "\n".join(["## Privacy statement", "", "| | |", "|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    """A cell of a Markdown table: a bar would end it."""
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def verdict(facts: Facts) -> str:

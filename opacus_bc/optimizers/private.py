@@ -25,6 +25,7 @@ from opacus_bc.mechanism.noise import NoiseSource
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.rules import ClipRule
 from opacus_bc.optimizers.licence import Licence
+from opacus_bc.optimizers.rates import RateWatch
 
 COPIES = (
     "a private optimizer or engine cannot be copied or pickled: a copy would repeat its noise. Save its "
@@ -107,6 +108,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         self.ledger = ledger
         self.booking: Callable[[PrivateOptimizer], None] | None = None
         self.licence = Licence(optimizer)
+        self._rates = RateWatch()
         super().__init__(optimizer, **opacus)
         self.before_pass()  # whatever was computed before belongs to no draw
         ledger.tell(self)
@@ -243,6 +245,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         self.licence.begin_step()
         delivery = self.ledger.outstanding()
         self._check_delivery(delivery)
+        self._rates.look(delivery.serial, self.original_optimizer)
         draw = self._open(delivery)
         if not delivery.placeholder:
             self._check_gradients(draw, delivery)

@@ -65,6 +65,13 @@ def check_public_loader(loader: object) -> None:
         raise PublicDataError(f"the public loader is empty ({length(loader.dataset)} samples)")
 
 
+def check_yields_samples(loader: Loader) -> None:
+    """Refuse a loader that is no DataLoader, or whose data set yields whole batches: samples are chosen."""
+    check_public_loader(loader)
+    if loader.batch_size is None:
+        raise PublicDataError("the public loader has batch_size=None: its data set must yield samples")
+
+
 def public_batches(loader: Loader, *, limit: int) -> Iterator[object]:
     """The first ``limit`` batches of a new pass; call it inside :func:`isolated_randomness`."""
     yield from islice(iter(loader), limit)

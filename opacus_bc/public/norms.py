@@ -30,8 +30,9 @@ def loss_gradient(criterion: Loss | None = None) -> Gradient:
     def gradient(module: nn.Module, batch: object) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise PublicDataError(
-                f"the public loader yields {type(batch).__name__}, not pairs (x, y): pass ALC(..., "
-                "gradient=f) where f(module, batch) calls backward() as the training loop does"
+                f"the public loader yields {type(batch).__name__}, not pairs (x, y): pass gradient=f, for "
+                "instance ALC(..., gradient=f), where f(module, batch) calls backward() as the training loop "
+                "does"
             )
         output = forward(module, batch)
         if criterion is None and not (isinstance(output, Tensor) and isinstance(batch[1], Tensor)):
@@ -65,7 +66,7 @@ def check_drawable(loader: Loader) -> None:
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise PublicDataError(
-            f"ALC draws mini-sets from its public data, which needs an index and a length, got "
+            f"mini-sets are drawn from the public data, which needs an index and a length, got "
             f"{type_name(dataset)}: read a stream into a list, DataLoader(list(dataset), batch_size=...)"
         )
 
@@ -93,7 +94,8 @@ def measure(
     own transform makes it.
     """
     dataset = loader.dataset
-    assert hasattr(dataset, "__len__")  # check_drawable has seen to it
+    check_drawable(loader)
+    assert hasattr(dataset, "__len__")  # which was checked
     order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
     found = []
     with isolated_randomness(seed, loader), training_mode(module), torch.enable_grad():

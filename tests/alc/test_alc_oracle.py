@@ -11,6 +11,7 @@ from support.alc import UNITS, adaptive, data, one_step, three_layers
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from opacus_bc.alc.measuring import PublicNorms
 from opacus_bc.mechanism.blocks import effective_noise_multiplier
 from opacus_bc.mechanism.layerwise import LayerwiseClipping
 
@@ -125,7 +126,7 @@ def test_release_is_what_the_formulas_say(case):
     for c, noise_size in ((0.03, 0.0), (0.6, 0.0), (0.03, 1.0)):
         clipped, stds = oracle(model, public, public_parts, private, parts, case, c)
         again = three_layers()
-        chosen.module = again
+        chosen.meter = PublicNorms(again)
         released, _ = one_step(
             again, private, draw, chosen, unit=unit, sigma=SIGMA, clip_bound=c, noise=noise_size
         )

@@ -71,8 +71,12 @@ def test_json_and_markdown_say_the_same() -> None:
     assert run["adjacency"] == "add/remove one"
     assert run["effective_noise_multiplier"] == pytest.approx(1.0)
     markdown = eng.statement(1e-5, format="markdown")
-    assert markdown.startswith("## Privacy statement")
+    assert markdown.startswith("## Privacy statement\n\n| | |\n|---|---|\n| Guarantee | ")
     assert data["verdict"] in markdown
+    titles = [line.split(": ")[0] for line in eng.statement(1e-5).splitlines()]
+    rows = markdown.splitlines()[4:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == titles
+    assert all(row.count(" | ") == 1 and row.endswith(" |") for row in rows)
     with pytest.raises(ValueError, match="format must be one of 'text', 'markdown', 'json', got 'html'"):
         eng.statement(1e-5, format="html")
 

@@ -85,9 +85,9 @@ def test_a_draw_is_noised_by_the_bound_that_clipped_it_when_a_scheduler_moves_it
             optimizer.step()
             deliveries += 1
             if deliveries == 1:
-                assert optimizer._is_last_step_skipped
+                assert not optimizer.weights_moved
                 scheduler.step()
-            if not optimizer._is_last_step_skipped:
+            if optimizer.weights_moved:
                 scales.append(noise_of(model, before, divisor))
     assert len(scales) == 2
     bound = math.sqrt(3) * C if "per_layer" in mode else C

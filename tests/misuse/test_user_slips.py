@@ -183,7 +183,7 @@ def test_a_scheduler_by_steps_moves_once_a_draw(size: int | None) -> None:
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        if not optimizer._is_last_step_skipped:
+        if optimizer.weights_moved:
             scheduler.step()
     assert len(eng.accountant) == 6
     assert optimizer.param_groups[0]["lr"] == 0.5**6

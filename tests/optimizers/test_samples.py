@@ -63,7 +63,7 @@ def released(model: nn.Module, parts: Any, batches: Any) -> list[Tensor]:
         optimizer.zero_grad()
         criterion(wrapper(x), y).backward()
         optimizer.step()
-        if not optimizer._is_last_step_skipped:
+        if optimizer.weights_moved:
             found.append((before - weights(model)) * optimizer.expected_batch_size)
     return found
 

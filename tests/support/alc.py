@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc.alc.adaptive import AdaptiveClipping
 from opacus_bc.alc.config import ALC
+from opacus_bc.alc.measuring import PublicNorms
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SamplingPlan
 from opacus_bc.draws.sources import whole_batch
@@ -69,7 +71,7 @@ def adaptive(
     settings: dict[str, Any] = {"max_batches": 1 if unit == "mini-set" else len(public)} | alc
     return AdaptiveClipping(
         ALC(DataLoader(public, batch_size=4), **settings),
-        model,
+        PublicNorms(model),
         [name for name, p in model.named_parameters() if p.requires_grad],
         unit=unit,
         adjacency=adjacency,
@@ -116,7 +118,7 @@ def one_step(
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             wrapped = GradSampleModule(model, strict=False)
             if isinstance(rule, AdaptiveClipping):
-                rule._hooks = wrapped  # silent while public data pass through
+                rule.meter = replace(rule.meter, hooks=wrapped)  # silent while public data pass through
             batch = [i for part in draw for i in part]
             plan = SamplingPlan(
                 kind="poisson",

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from opacus_bc import ALC
 from opacus_bc.alc.adaptive import AdaptiveClipping
+from opacus_bc.alc.measuring import PublicNorms
 from opacus_bc.experiments.training.cells import Cell
 from opacus_bc.experiments.training.data import Data
 from opacus_bc.mechanism.blocks import Block
@@ -146,7 +147,7 @@ def published(
         fixed = cell.reading == "bounds of a public model"
         rule = AdaptiveClipping(
             ALC(public, **asdict(cell.method.alc), refresh="once" if fixed else "epoch"),
-            trained_on_public_data(cell, data, model) if fixed else model,
+            PublicNorms(trained_on_public_data(cell, data, model) if fixed else model),
             [name for name, _ in named],
             unit="mini-set",
             adjacency="replace one",

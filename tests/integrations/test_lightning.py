@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 from support import blobs, engine, mlp, weights
 from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
+
+from opacus_bc import WarmupCosine
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it imports warns of its own deprecations
     lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
+    from opacus_bc.integrations.lightning import LogPrivacy, StepsByMoves
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, loggers and devices
 
@@ -60,8 +65,8 @@ class Task(lightning.LightningModule):
         return self.private_optimizer
 
 
-def fit(private: Private, **kwargs: Any) -> Task:
-    task = Task(private, automatic=kwargs.pop("automatic", True))
+def fit(private: Private, task: Any = None, **kwargs: Any) -> Any:
+    task = task or Task(private, automatic=kwargs.pop("automatic", True))
     trainer = lightning.Trainer(
         **{
             "max_epochs": EPOCHS,
@@ -150,3 +155,72 @@ def test_individual_clipping_runs_under_lightning_too() -> None:
     )
     fit(private)
     assert len(private.engine.accountant) == EPOCHS * 10
+
+
+class Scheduled(Task):
+    """A user's module with a schedule by steps."""
+
+    def __init__(self, private: Private, *, interval: str = "step", scheduler: Any = None) -> None:
+        super().__init__(private, automatic=True)
+        self.scheduler = scheduler or ExponentialLR(private.optimizer, gamma=0.9)
+        self.interval = interval
+
+    def configure_optimizers(self) -> Any:
+        schedule = {"scheduler": self.scheduler, "interval": self.interval}
+        return {"optimizer": self.private_optimizer, "lr_scheduler": schedule}
+
+
+class ByMoves(Scheduled, StepsByMoves):
+    """The same module, as the documentation recommends it."""
+
+
+def rate(private: Private) -> float:
+    return float(private.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_schedules_by_steps_follow_the_moves_of_the_weights_under_lightning(mode: str) -> None:
+    private = Private(**MODES[mode])
+    fit(private, ByMoves(private))
+    assert private.optimizer.steps_taken == EPOCHS * 10
+    assert rate(private) == pytest.approx(0.1 * 0.9 ** (EPOCHS * 10))
+
+
+def test_a_schedule_by_steps_that_follows_deliveries_is_warned_of() -> None:
+    private = Private(mini_batch_size=5)
+    with pytest.warns(UserWarning, match=r"while the weights did not move.*StepsByMoves") as found:
+        fit(private, Scheduled(private))
+    assert len([w for w in found if "weights did not move" in str(w.message)]) == 1
+    assert rate(private) < 0.1 * 0.9 ** (3 * EPOCHS * 10)  # that is what the warning is about
+
+
+def test_schedules_by_epochs_step_once_an_epoch_also_where_one_is_cut_short() -> None:
+    private = Private(mini_batch_size=5)
+    fit(private, ByMoves(private, interval="epoch"), limit_train_batches=6)  # a draw and a half
+    assert not private.optimizer.weights_moved
+    assert rate(private) == pytest.approx(0.1 * 0.9**EPOCHS)
+
+
+def test_our_own_schedule_is_right_without_the_class_and_with_it() -> None:
+    for kind in (Scheduled, ByMoves):
+        private = Private(mini_batch_size=5)
+        schedule = WarmupCosine(private.optimizer, total_steps=40, warmup_steps=4)
+        fit(private, kind(private, scheduler=schedule))
+        assert rate(private) == pytest.approx(0.1 * 0.5 * (1 + math.cos(math.pi * (20 - 4) / 36)))
+
+
+def test_the_callback_logs_what_may_be_logged_and_nothing_else() -> None:
+    private = Private(mini_batch_size=5)
+    logged: list[dict[str, float]] = []
+
+    class Recorder(lightning.pytorch.loggers.logger.DummyLogger):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.append(dict(metrics))
+
+    fit(private, logger=Recorder(), callbacks=[LogPrivacy(private.engine, 1e-5)])
+    expected = {f"privacy/{name}": value for name, value in private.engine.loggable(1e-5).items()}
+    assert len(logged) == EPOCHS
+    assert {name for each in logged for name in each} == {*expected, "epoch"}
+    assert {name: logged[-1][name] for name in expected} == pytest.approx(expected)
+    assert [each["privacy/steps"] for each in logged] == [10, 20]
+    assert logged[0]["privacy/epsilon"] < logged[1]["privacy/epsilon"]
