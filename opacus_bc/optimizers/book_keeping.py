@@ -13,7 +13,7 @@ from opacus_bc.draws.ledger import Delivery
 from opacus_bc.gradients.book_keeping.book import Book
 from opacus_bc.gradients.book_keeping.products import Entry, Joined, Rows
 from opacus_bc.gradients.book_keeping.units import summable, unit_norms
-from opacus_bc.mechanism.clipping import coefficients_of_norms
+from opacus_bc.mechanism.clipping import accumulation_dtype, coefficients_of_norms
 from opacus_bc.mechanism.segments import owners
 from opacus_bc.optimizers.clipped_sum import ClippedSumOptimizer, zeros_for
 from opacus_bc.optimizers.private import OpenDraw
@@ -66,11 +66,18 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
 
     def _accumulate(self, draw: OpenDraw, delivery: Delivery) -> None:
         if not delivery.placeholder:
-            self._clip_and_add(draw, delivery.size, delivery.counts)
+            self._clip_and_add(
+                draw, delivery.size, delivery.counts, whole=draw.clipped_sum is None and delivery.ends_draw
+            )
+        if delivery.ends_draw and draw.clipped_sum is not None:
+            draw.clipped_sum = [
+                total.to(accumulation_dtype(p.dtype))
+                for total, p in zip(draw.clipped_sum, draw.params, strict=True)
+            ]
         self.before_delivery()
 
     @torch.no_grad()
-    def _clip_and_add(self, draw: OpenDraw, rows: int, counts: Counts) -> None:
+    def _clip_and_add(self, draw: OpenDraw, rows: int, counts: Counts, *, whole: bool) -> None:
         # The mean of the batch's losses has 1/rows of a sample's gradient.
         scale: float | Tensor = (rows if self.loss_reduction == "mean" else 1.0) / self.loss_scale
         entries = [self._entry(name, p) for name, p in zip(draw.names, draw.params, strict=True)]
@@ -89,6 +96,8 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
             joined = {places: members.only(finite) for places, members in joined.items()}
             coefficients = [c[finite] for c in coefficients]
         sums = _weighted_sums(entries, joined, draw, coefficients)
+        if not whole:  # float32 would round the sum of thousands of samples once for every chunk
+            sums = [value.double() for value in sums]
         if draw.clipped_sum is None:
             draw.clipped_sum = sums
         else:

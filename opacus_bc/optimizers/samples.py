@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opacus_bc.draws.ledger import Delivery
+from opacus_bc.gradients.book_keeping.sums import weighted_sum
 from opacus_bc.mechanism.clipping import accumulation_dtype, sample_clip_coefficients
 from opacus_bc.mechanism.segments import segment_means
 from opacus_bc.optimizers.private import OpenDraw, PrivateOptimizer
@@ -154,7 +155,7 @@ class IndividualClippingOptimizer(SampleOptimizer):
             samples = [g[finite.to(g.device)] for g in samples]
             coefficients = [c[finite.to(c.device)] for c in coefficients]
         for p, g, c in zip(params, samples, coefficients, strict=True):
-            clipped = torch.einsum("i,i...", c.to(device=g.device, dtype=g.dtype), g)
+            clipped = weighted_sum(c.to(device=g.device, dtype=g.dtype), g)
             p.summed_grad = clipped if p.summed_grad is None else p.summed_grad + clipped
 
 

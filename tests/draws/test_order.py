@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from opacus_bc import PrivacyEngine, Units
+from opacus_bc.draws.order import check_order
 
 IDS = [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -58,6 +60,45 @@ def test_a_collate_function_that_sorts_rows_is_refused_and_one_that_pads_is_not(
     assert delivered(Texts(), padded, **unit)
     with pytest.raises(ValueError, match="in its place"):
         [delivered(Texts(), sorted_by_length, **unit) for _ in range(20)]  # all sorted by chance: below 1e-6
+
+
+class Held:
+    """A batch that is no collection."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+
+def time_first(samples: list[Tensor]) -> Tensor:
+    return padded(samples).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        time_first,
+        lambda samples: padded(samples).numpy(),
+        lambda samples: {"x": time_first(samples)},
+        lambda samples: nn.utils.rnn.pack_sequence(samples, enforce_sorted=False),
+    ],
+    ids=["another dimension", "numpy", "a dict of another dimension", "packed"],
+)
+def test_rows_that_are_sorted_in_whatever_form_are_refused(collate: Callable[[list[Tensor]], Any]) -> None:
+    def by_length(samples: list[Tensor]) -> Any:
+        return collate(sorted(samples, key=len))
+
+    samples = [Texts()[i] for i in range(4)]
+    check_order(collate(samples), samples, collate)
+    with pytest.raises(ValueError, match="in its place"):
+        check_order(by_length(samples), samples, by_length)
+
+
+def test_batches_whose_order_nobody_can_tell_are_refused() -> None:
+    samples = [Texts()[i] for i in range(4)]
+    for collate in (lambda rows: Held(padded(rows)), lambda rows: [str(row) for row in rows]):
+        with pytest.raises(ValueError, match="no tensor with a row for each sample"):
+            check_order(collate(samples), samples, collate)
+        check_order(collate(samples[:1]), samples[:1], collate)
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=["users", "views"])

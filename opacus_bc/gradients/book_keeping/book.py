@@ -22,6 +22,7 @@ from opacus_bc.gradients.book_keeping.products import (
     WithTerms,
     with_terms,
 )
+from opacus_bc.mechanism.precision import no_autocast
 from opacus_bc.mechanism.warn import users_level
 
 Note = Callable[..., None]
@@ -228,7 +229,8 @@ class Book:
                 )
             if torch._C._will_engine_execute_node(self._arrival):  # not in autograd.grad towards an input
                 self._begin_backward()
-                note(grad, *held)
+                with no_autocast():  # rows in half precision would have norms in half precision
+                    note(grad, *held)
 
         fresh = output.clone() if output._is_view() else output
         tapped: Tensor = _Tap.apply(fresh, self._anchor, checked, *(held.detach() for held in saved))

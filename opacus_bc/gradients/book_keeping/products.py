@@ -28,9 +28,7 @@ from opacus_bc.mechanism.clipping import row_norms
 _PIECE = 2**22  # floats that are instantiated at once
 _TOLERATED = 0.02  # of a squared norm: by how much its upper bound may exceed it
 _NOTHING = 1e-20  # a squared norm below which nobody asks how much its upper bound exceeds it
-# Sums of a convolution's few products are off by a unit or two in the last place of the sum of the terms'
-# lengths (measured and tested); this many are allowed for.
-_SUM_UNITS = 8.0
+_SUM_UNITS = 8.0  # the least that is allowed for: two sums of a few products each
 _COVERED = 34.0  # units that the margins of squared norms and of clip bounds cover together
 _KERNEL = 2 * LONG  # products that a kernel for many columns adds one after the other (measured: below 400)
 
@@ -218,7 +216,7 @@ class LinearProduct:
         """See :class:`Entry`."""
         scaled = (self.grads * weights.to(self.grads.dtype)[:, None, None]).flatten(0, 1)
         inputs = self.inputs.flatten(0, 1)
-        if self._short:
+        if self._short or (self.inputs.shape[1] == 1 and len(inputs) > SHORT):
             return short_products(scaled[None], inputs[None]).view(self.shape)
         return (scaled.T @ inputs).view(self.shape)
 
@@ -240,7 +238,7 @@ class LinearProduct:
 
     @property
     def _short(self) -> bool:
-        """Samples of one position have sums of one product, however many the batch's have."""
+        """Of a sample with one position there is nothing to add up."""
         return self.short or (self.inputs.shape[1] > 1 and self._length == SHORT)
 
     def only(self, keep: Tensor) -> LinearProduct:
@@ -291,8 +289,9 @@ class ConvolutionProduct:
 
     @property
     def rounding(self) -> float:
-        """See :class:`Product`."""
-        return _SUM_UNITS / 2
+        """See :class:`Product`. Kernels of convolutions add all positions one after the other (measured)."""
+        positions = self.grads.shape[2:].numel()
+        return units_of_sums(positions, positions)
 
     def rows(self) -> Tensor:
         """See :class:`Entry`."""

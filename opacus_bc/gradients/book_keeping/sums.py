@@ -63,3 +63,13 @@ def short_sum(weights: Tensor, rows: Tensor) -> Tensor:
     if len(rows) <= SHORT:
         return weights @ rows
     return short_products(weights[None, :, None], rows[None])[0, 0]
+
+
+def weighted_sum(weights: Tensor, samples: Tensor) -> Tensor:
+    """:func:`short_sum` of samples in any shape.
+
+    >>> weighted_sum(torch.tensor([1.0, 2.0]), torch.ones(2, 3, 1)).tolist()
+    [[3.0], [3.0], [3.0]]
+    """
+    shape = samples.shape[1:]
+    return short_sum(weights, samples.reshape(len(samples), shape.numel())).view(shape)

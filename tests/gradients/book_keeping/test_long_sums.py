@@ -6,6 +6,7 @@ patterns here make it so: equal numbers, and a large one with many that are a li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -238,3 +239,31 @@ def test_short_sums_are_short() -> None:
     assert LONG / 2 * EPS < 2e-5
     assert SHORT / 2 * EPS < 4e-6
     assert short_products(torch.ones(0, 100, 1), torch.ones(0, 100, 2)).shape == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("places", "channels"), [((784,), 64), ((4096,), 16), ((28, 28), 64)])
+def test_a_sample_whose_positions_cancel_in_a_convolution_stays_in_its_ball(
+    places: tuple[int, ...], channels: int
+) -> None:
+    """Kernels add thousands of positions in turn: 4096 were off by 1013 units, and 18 C were released."""
+    count, n = math.prod(places), len(places)
+    values = creeping(count, 1.0)
+    values[-1] = -(1 + HALF_UNIT * (count - 2))  # nothing is left but rounding
+    shape = Convolution(kernel=(3,) * n, stride=(1,) * n, padding=(0,) * n, dilation=(1,) * n, groups=1)
+    inputs = torch.ones(1, channels, *(size + 2 for size in places))
+    grads = values.view(places).expand(1, channels, *places).contiguous()
+    entry = ConvolutionProduct(shape, inputs, grads, torch.zeros(channels, channels, *(3,) * n))
+    assert float(entry.weighted_sum(torch.ones(1)).double().norm()) <= float(entry.norms()[0])
+
+
+@pytest.mark.parametrize("kind", ["linear", "rows"])
+def test_one_sample_more_among_thousands_moves_the_sum_by_its_own_length(kind: str) -> None:
+    """At 8192 the last place doubles: what was added there in turn took two sums twice as far apart."""
+    unit = 2.0**-10
+    values = torch.cat([torch.ones(8192), torch.full((2048,), 0.6 * unit)])
+
+    def total(some: Tensor) -> float:
+        entry = linear(some, 1, 1, 1) if kind == "linear" else Rows(some[:, None])
+        return float(entry.weighted_sum(torch.ones(len(some))))
+
+    assert total(values) - total(values[1:]) <= 1 + unit
