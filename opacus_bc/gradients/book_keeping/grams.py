@@ -5,20 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opacus_bc.gradients.book_keeping.sums import FEW, short_products
+from opacus_bc.gradients.book_keeping.sums import SHORT, short_products
 
-# Entries of Gram matrices are float32 sums of products. Relative to the lengths of the two columns they are
-# off by a few units in the last place (measured and tested); this many are allowed for.
-_UNITS = 32.0
+# Relative to the lengths of the two columns, entries of a Gram matrix are off by 34 eps at most: float32 sums
+# of SHORT products, and two roundings. A convolution adds such matrices along each dimension of its kernel.
+# Both matrices, their product and its sums along rows, which torch adds in a tree, stay within this many.
+_UNITS = 112.0
 _PRODUCTS = 2.0**14  # in one sum; each may be smaller than the smallest float and vanish
 
 
 def gram(columns: Tensor) -> Tensor:
     """The inner products of all pairs of columns, matrix by matrix."""
-    count = columns.shape[2]
-    if not 0 < count < FEW:
-        return torch.bmm(columns.transpose(1, 2), columns)
-    return short_products(columns, columns)
+    return short_products(columns, columns, length=SHORT)
 
 
 def gram_squares(a: Tensor, b: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 SHORT = 64  # products in a float32 sum where a result has few columns
 LONG = 256  # the same where it has many, and every further piece costs time
 FEW = 32  # columns
+_AT_ONCE = 2**22  # floats of all pieces' products, up to which one call makes them
 
 
 def length_of_sums(left: int, right: int) -> int:
@@ -34,23 +35,24 @@ def units_of_sums(count: int, length: int) -> float:
     return min(count, length) / 2 + 2
 
 
-def short_products(left: Tensor, right: Tensor) -> Tensor:
+def short_products(left: Tensor, right: Tensor, *, length: int | None = None) -> Tensor:
     """``leftᵀ right``, matrix by matrix, from shapes (matrices, n, rows) and (matrices, n, columns).
 
-    **Formal guarantee**: off by at most ``units_of_sums(n, length_of_sums(rows, columns)) * eps`` of the sum
-    of the products' absolute values, in whatever order a kernel adds them.
+    **Formal guarantee**: off by at most ``units_of_sums(n, length) * eps`` of the sum of the products'
+    absolute values, in whatever order a kernel adds them; ``length`` is :func:`length_of_sums` unless given.
     """
     (matrices, count, rows), columns = left.shape, right.shape[2]
-    length = length_of_sums(rows, columns)
+    length = length_of_sums(rows, columns) if length is None else length
     if count <= length or left.dtype == torch.float64:
         return torch.bmm(left.transpose(1, 2), right)
-    whole = count // length * length
+    pieces = count // length
+    whole = pieces * length
     total = torch.bmm(left[:, whole:].transpose(1, 2), right[:, whole:]).double()
-    if length == SHORT:
+    if matrices * pieces * rows * columns <= _AT_ONCE:
         a = left[:, :whole].reshape(-1, length, rows)
         b = right[:, :whole].reshape(-1, length, columns)
-        pieces = torch.bmm(a.transpose(1, 2), b).view(matrices, whole // length, rows, columns)
-        total += pieces.sum(1, dtype=torch.float64)
+        found = torch.bmm(a.transpose(1, 2), b).view(matrices, pieces, rows, columns)
+        total += found.sum(1, dtype=torch.float64)
     else:
         for start in range(0, whole, length):
             part = slice(start, start + length)

@@ -267,3 +267,25 @@ def test_one_sample_more_among_thousands_moves_the_sum_by_its_own_length(kind: s
         return float(entry.weighted_sum(torch.ones(len(some))))
 
     assert total(values) - total(values[1:]) <= 1 + unit
+
+
+@pytest.mark.parametrize(
+    ("positions", "channels", "step"), [(32, 1000, 0.05), (40, 1000, 0.027), (64, 4096, 0.03)]
+)
+def test_norms_from_gram_matrices_are_not_too_small_where_channels_are_many(
+    positions: int, channels: int, step: float
+) -> None:
+    """Two columns that nearly cancel: in a sum of all channels each product is rounded the same way."""
+    eps = torch.finfo(torch.float32).eps
+    columns = []
+    for size, last in ((0.175, step), (1.49, 0.0)):
+        column = torch.full((channels,), (size * eps) ** 0.5)
+        column[0], column[-1] = 1.0, last
+        columns.append(column)
+    out = max(16, 4 * positions**2 // channels + 1)
+    grads = torch.zeros(1, positions, out)
+    grads[0, :, 0] = torch.tensor([1.0, -1.0]).repeat(positions // 2)
+    inputs = torch.stack(columns).repeat(positions // 2, 1)[None]
+    entry = LinearProduct(inputs, grads, torch.Size((out, channels)))
+    true = float((grads[0].double().T @ inputs[0].double()).norm())
+    assert float(entry.norms()) >= true
