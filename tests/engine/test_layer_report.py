@@ -163,7 +163,7 @@ def test_private_data_useless_data_and_missing_data_are_refused() -> None:
         def __iter__(self) -> Any:
             return iter(PUBLIC)
 
-    with pytest.raises(PublicDataError, match="with an index"):
+    with pytest.raises(PublicDataError, match="needs an index"):
         made.layer_report(loader(Stream()))
     made.finalize(module)
     with pytest.raises(ValueError, match="after finalize"):

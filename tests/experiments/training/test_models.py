@@ -123,7 +123,7 @@ def test_a_lone_batch_norm_layer_is_replaced_too():
     [
         (
             "lenet",
-            r"'lenet': not one of bn_lenet5, convnet, resnet18, smallnet, nor of the form 'package.module:",
+            r"'lenet': not one of bn_lenet5, convnet, resnet18, smallnet, mlp, nor of the form 'package",
         ),
         ("no_such_package.x:make", r"cannot import module 'no_such_package.x'"),
         (":make", r"cannot import module ''"),
