@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opacus_bc.gradients.book_keeping.convolution import Convolution
-from opacus_bc.gradients.book_keeping.grams import gram, gram_squares, margin
+from opacus_bc.gradients.book_keeping.grams import gram, gram_squares, margin_units
 from opacus_bc.gradients.book_keeping.sums import (
     LONG,
     SHORT,
@@ -166,6 +166,11 @@ class Product(Entry, Protocol):
         """By how many eps of the terms' lengths the sum of a sample's terms may be off."""
         ...
 
+    @property
+    def square_rounding(self) -> float:
+        """By how many eps of the squared lengths a squared norm may be off."""
+        ...
+
     def only(self, keep: Tensor) -> Product:
         """See :class:`Entry`."""
         ...
@@ -233,6 +238,11 @@ class LinearProduct:
         return units_of_sums(self.inputs.shape[1], length)
 
     @property
+    def square_rounding(self) -> float:
+        """See :class:`Product`."""
+        return margin_units(self.inputs.shape[2], self.grads.shape[2])
+
+    @property
     def _length(self) -> int:
         return length_of_sums(self.grads.shape[2], self.inputs.shape[2])
 
@@ -293,6 +303,12 @@ class ConvolutionProduct:
         positions = self.grads.shape[2:].numel()
         return units_of_sums(positions, positions)
 
+    @property
+    def square_rounding(self) -> float:
+        """See :class:`Product`."""
+        groups = self.convolution.groups
+        return margin_units(self.inputs.shape[1] // groups, self.grads.shape[1] // groups)
+
     def rows(self) -> Tensor:
         """See :class:`Entry`."""
         return self.convolution.sample_gradients(self.inputs, self.grads, self.weight)
@@ -312,7 +328,7 @@ def norms_from_above(entry: Product | WithTerms, squares: Tensor, lengths: Tenso
     """
     units = max(_SUM_UNITS, 2 * entry.rounding)  # of the rows, and of the weighted sum
     precision = torch.finfo(entry.grads.dtype).eps
-    allowed = margin(lengths, entry.grads.dtype)
+    allowed = entry.square_rounding * precision * lengths
     above = squares.clamp(min=0.0) + allowed
     norms = above.sqrt()
     if entry.rounding > _COVERED:
@@ -375,6 +391,11 @@ class WithTerms:
     def rounding(self) -> float:
         """See :class:`Product`."""
         return self.product.rounding
+
+    @property
+    def square_rounding(self) -> float:
+        """See :class:`Product`."""
+        return self.product.square_rounding
 
     def norms(self) -> Tensor:
         """See :class:`Entry`."""

@@ -35,14 +35,14 @@ def units_of_sums(count: int, length: int) -> float:
     return min(count, length) / 2 + 2
 
 
-def short_products(left: Tensor, right: Tensor, *, length: int | None = None) -> Tensor:
+def short_products(left: Tensor, right: Tensor) -> Tensor:
     """``leftᵀ right``, matrix by matrix, from shapes (matrices, n, rows) and (matrices, n, columns).
 
-    **Formal guarantee**: off by at most ``units_of_sums(n, length) * eps`` of the sum of the products'
-    absolute values, in whatever order a kernel adds them; ``length`` is :func:`length_of_sums` unless given.
+    **Formal guarantee**: off by at most ``units_of_sums(n, length_of_sums(rows, columns)) * eps`` of the sum
+    of the products' absolute values, in whatever order a kernel adds them.
     """
     (matrices, count, rows), columns = left.shape, right.shape[2]
-    length = length_of_sums(rows, columns) if length is None else length
+    length = length_of_sums(rows, columns)
     if count <= length or left.dtype == torch.float64:
         return torch.bmm(left.transpose(1, 2), right)
     pieces = count // length

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opacus_bc.gradients.book_keeping.convolution import Convolution
-from opacus_bc.gradients.book_keeping.grams import _UNITS, gram, gram_squares
+from opacus_bc.gradients.book_keeping.grams import gram, gram_squares, margin_units
 from opacus_bc.gradients.book_keeping.products import ConvolutionProduct, LinearProduct, Product
 from opacus_bc.gradients.book_keeping.window_grams import Box
 from opacus_bc.mechanism.clipping import _NORM_MARGIN
@@ -154,7 +154,8 @@ def test_gram_matrices_are_within_their_margin_of_the_truth(channels: int, count
         found, exact = gram(columns).double(), gram(columns.double())
         lengths = exact.diagonal(dim1=1, dim2=2).sqrt()
         off = (found - exact).abs() / (EPS * lengths[:, :, None] * lengths[:, None])
-        assert float(off.max()) <= _UNITS / 2  # two of them are multiplied
+        count = columns.shape[1]
+        assert float(off.max()) <= margin_units(count, count) / 2  # two of them are multiplied
 
 
 @pytest.mark.parametrize("features", [512, 4096])
@@ -173,7 +174,8 @@ def test_gram_matrices_of_windows_are_within_their_margin_of_the_truth(channels:
     box = Box((side, side), (side, side), (1, 1))
     found, exact = shape.window_grams(x, box).double(), shape.window_grams(x.double(), box)
     lengths = exact.diagonal(dim1=1, dim2=2).sqrt()
-    assert bool(((found - exact).abs() <= _UNITS / 2 * EPS * lengths[:, :, None] * lengths[:, None]).all())
+    allowed = margin_units(channels, channels) / 2 * EPS
+    assert bool(((found - exact).abs() <= allowed * lengths[:, :, None] * lengths[:, None]).all())
 
 
 def test_the_sum_of_lengths_is_at_least_that_of_the_terms() -> None:
