@@ -8,12 +8,12 @@ from typing import Any
 from opacus_bc.audit.adaptive import AdaptiveToy, audit_adaptive
 from opacus_bc.audit.canaries import audit_many_canaries
 from opacus_bc.audit.claims import AuditResult, Claim
-from opacus_bc.audit.modes import MODES
+from opacus_bc.audit.modes import MODES, USERS, Mode
 from opacus_bc.audit.ranks import audit_ranks
 from opacus_bc.audit.resumed import audit_resumed
 from opacus_bc.audit.toys import Toy, make_toy, single_round
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
-from opacus_bc.audit.units import METHODS, UserToy, audit_users
+from opacus_bc.audit.units import UserToy, audit_users, single_user_round
 from opacus_bc.audit.worst_case import audit_worst_case, releases
 from opacus_bc.draws.ledger import NoFreshBatchError
 
@@ -31,9 +31,9 @@ def worst_cases(repetitions: int) -> dict[str, Audit]:
     Every mode for a single round; sampled steps and shuffled passes for one of each way to make gradients.
     """
     few, many = repetitions // 50, 2 * repetitions
-    toys = {_round(name): (single_round(name), _number(name, repetitions)) for name in MODES}
+    toys = {_round(name): (single_round(name), _number(mode, repetitions)) for name, mode in MODES.items()}
     toys |= {
-        f"{method}, through the statistics": (single_round(method, through_statistics=True), repetitions // 2)
+        f"{method}, through the statistics": (single_round(method, through_statistics=True), repetitions // 4)
         for method in ("IC + BatchNorm, differentiated", "BK + BatchNorm, differentiated")
     }
     toys |= {
@@ -60,8 +60,9 @@ def _round(method: str) -> str:
     return f"{method}, {'one round' if MODES[method].batch_norm is None else 'four rounds'}"
 
 
-def _number(method: str, repetitions: int) -> int:
-    return repetitions if MODES[method].batch_norm is None else repetitions // 2
+def _number(mode: Mode, repetitions: int) -> int:
+    """A repetition with BatchNorm is four rounds of a wider model: a quarter is enough."""
+    return repetitions if mode.batch_norm is None else repetitions // 4
 
 
 def interrupted(repetitions: int) -> dict[str, Audit]:
@@ -82,18 +83,14 @@ def interrupted(repetitions: int) -> dict[str, Audit]:
 
 def of_users(repetitions: int) -> dict[str, Audit]:
     """Vectorised audits of runs that protect users: every sample of one user is the adversary's."""
-    titles = dict(zip(METHODS, ("IC", "BK", "GBC", "DP-FedAvg"), strict=True))
-    toys = {f"{titles[method]} of users": UserToy(method=method) for method in METHODS}
-    toys["BK of users, in chunks"] = UserToy(method="bk", rows_at_once=5)
-    sampled = {
-        f"{titles[method]} of users, sampled": UserToy(method=method, **_TEN) for method in METHODS[1:3]
+    toys = {name: (single_user_round(name), _number(mode, repetitions)) for name, mode in USERS.items()}
+    toys["BK of users, in chunks"] = (UserToy(method="BK of users", rows_at_once=5), repetitions)
+    toys |= {
+        f"{name}, sampled": (UserToy(method=name, **_TEN), repetitions // 5)
+        for name in ("BK of users", "GBC of users")
     }
     return {
-        **{name: _named(audit_users, toy, name=name, repetitions=repetitions) for name, toy in toys.items()},
-        **{
-            name: _named(audit_users, toy, name=name, repetitions=repetitions // 5)
-            for name, toy in sampled.items()
-        },
+        name: _named(audit_users, toy, name=name, repetitions=number) for name, (toy, number) in toys.items()
     }
 
 
