@@ -1,7 +1,7 @@
 """The tables of what is audited: one row for each way of clipping, unit of privacy and BatchNorm policy.
 
-A new mode, unit or policy is one more row of :data:`MODES`, or of :data:`USERS`, in whose runs every sample of
-one user is the adversary's; the command, the toys and the tests read them.
+A new mode, unit or policy is one more row of :data:`MODES`, or of :data:`USERS`, where every sample of one
+user is the adversary's; the command, the toys and the tests read them.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from opacus_bc.audit.adaptive import AdaptiveToy, audit_adaptive
 from opacus_bc.audit.canaries import audit_many_canaries
 from opacus_bc.audit.claims import AuditResult, Claim
-from opacus_bc.audit.modes import MODES, USERS, Mode
+from opacus_bc.audit.modes import MODES, OF_CONSTANTS, USERS, Mode
 from opacus_bc.audit.ranks import audit_ranks
 from opacus_bc.audit.resumed import audit_resumed
 from opacus_bc.audit.toys import Toy, make_toy, single_round
@@ -107,10 +108,23 @@ def several_processes(repetitions: int) -> dict[str, Audit]:
     return {name: _named(audit_ranks, toy, name=name, repetitions=repetitions) for name, toy in toys.items()}
 
 
-def adaptive(repetitions: int) -> dict[str, Audit]:
+def adaptive(repetitions: int) -> dict[str, partial[AuditResult]]:
     """Opacus's adaptive clipping where it has a claim: without sampling."""
-    name = "IC, Opacus's adaptive, shuffle"
-    return {name: _named(audit_adaptive, AdaptiveToy(), name=name, repetitions=repetitions)}
+    name = "IC, Opacus's adaptive"
+    toys = {f"{name}, shuffle": (AdaptiveToy(), repetitions)}
+    few = repetitions // 4  # one pass after the other, and not side by side
+    toys |= {
+        f"{name}, {gradients}, shuffle": (AdaptiveToy(gradients=gradients), few)
+        for gradients in ("functorch", "ew")
+    }
+    toys |= {
+        f"{name} + BatchNorm, {policy}, shuffle": (AdaptiveToy(batch_norm=policy), few)
+        for policy in OF_CONSTANTS
+    }
+    return {
+        name: _named(audit_adaptive, toy, name=name, repetitions=number)
+        for name, (toy, number) in toys.items()
+    }
 
 
 def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
@@ -141,10 +155,13 @@ def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
                 "BK + BatchNorm, differentiated",
             )
         },
-        "BC + BatchNorm, private, running statistics": (
-            audit_buffers,
-            {"method": "BC + BatchNorm, private", "runs": runs, "noise_multiplier": 0.5},
-        ),
+        **{
+            f"{method}, running statistics": (
+                audit_buffers,
+                {"method": method, "runs": runs, "noise_multiplier": 0.5},
+            )
+            for method in ("BC + BatchNorm, private", "GBC of users + BatchNorm, private")
+        },
         **{
             f"{method}, one run": (
                 audit_many_canaries,
@@ -167,11 +184,8 @@ def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
     return {name: _named(audit, name=name, **settings) for name, (audit, settings) in every.items()}
 
 
-def _named(audit: Audit, *args: Any, **settings: Any) -> Audit:
-    def run(**common: Any) -> AuditResult:
-        return audit(*args, **settings, **common)
-
-    return run
+def _named(audit: Audit, *args: Any, **settings: Any) -> partial[AuditResult]:
+    return partial(audit, *args, **settings)
 
 
 def second_step(**common: Any) -> AuditResult:

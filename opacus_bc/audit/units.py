@@ -1,7 +1,8 @@
 """Audits of users: one whose every sample is the adversary's, through the real draws, loader and optimizer.
 
-As in :mod:`opacus_bc.audit.toys`, many repetitions lie side by side: the canary's clipped vector is the same in
-every entry, or in every channel, each of which is a repetition with its share of the sensitivity. Whether a repetition's canary takes part in a step comes from the real draws of users.
+As in :mod:`opacus_bc.audit.toys`, many repetitions lie side by side: the canary's clipped vector is the same
+in every entry, or in every channel, each of which is a repetition with its share of the sensitivity. Whether
+a repetition's canary takes part in a step comes from the real draws of users.
 """
 
 from __future__ import annotations
