@@ -12,7 +12,7 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
-from support import blobs, engine, mlp
+from support import blobs, engine, mlp, weights
 from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -90,6 +90,12 @@ def steps(maker: Maker, number: int = 1, **change: Any) -> None:
         optimizer.step()
 
 
+def private_twice(maker: Maker) -> None:
+    model = mlp()
+    private(maker, module=model)
+    private(maker, module=model)
+
+
 def _wrapped(**how: Any) -> Callable[[Maker], Any]:
     return lambda maker: private(maker, module=GradSampleModule(mlp(), **how))
 
@@ -128,6 +134,7 @@ CASES: dict[str, Callable[[Maker], Any]] = {
     "a module with BatchNorm": lambda maker: private(maker, module=mlp(norm=True)),
     "a module in evaluation mode": _eval,
     "a budget that no noise keeps": lambda maker: private(maker, with_epsilon=True, target_epsilon=1e-9),
+    "a module that is private already": private_twice,
     "two backwards before a step": two_backwards,
     "two steps on one batch": lambda maker: steps(maker, 2),
     "a layer that no backward reached": lambda maker: steps(maker, module=Unused()),
@@ -170,6 +177,27 @@ def test_what_opacus_raises_as_a_value_error_is_one_here(case: str) -> None:
     for ours in (engine, Seeded):
         with pytest.raises(ValueError):  # noqa: PT011
             CASES[case](ours(accountant="rdp"))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "batch"])
+def test_another_noise_is_a_value_error_with_the_gdp_accountant_and_nothing_moves(clipping: str) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        makers = (opacus.PrivacyEngine(accountant="gdp"), engine(accountant="gdp"))
+        for maker in makers[clipping == "batch" :]:
+            model = mlp()
+            wrapper, optimizer, loader = private(maker, module=model, clipping=clipping)
+            batches = (batch for _ in range(9) for batch in loader if len(batch[0]))
+            for number in range(2):
+                optimizer.zero_grad()
+                backward(wrapper, *next(batches))
+                before = weights(model)
+                if number == 0:
+                    optimizer.step()
+                    optimizer.noise_multiplier = 2.0
+                else:
+                    with pytest.raises(ValueError, match="constant"):
+                        optimizer.step()
+    assert torch.equal(weights(model), before)
 
 
 @pytest.mark.parametrize("make", [opacus.PrivacyEngine, engine])
