@@ -7,7 +7,8 @@ multiplier sigma: ``(2 / sigma_sum)^2 + (1 / sigma_count)^2 = (2 / sigma)^2``.
 
 The worst case uses up both: the canary's gradient is far beyond the bound C, so that it is clipped; the other
 sample in its place has a gradient of just below C to the other side, so that it is not. A repetition is one
-pass of one step. Weights and bound go back to the start before the next.
+pass of one step. Weights and bound go back to the start before the next. With BatchNorm all features are
+zero, and so are the public means: the shift alone has a gradient, and the sample's third column is its size.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc.audit.claims import AuditResult, Claim, Row
+from opacus_bc.audit.models import InnerProduct, Normalised, Wide
+from opacus_bc.audit.modes import Policy, policy_argument
 from opacus_bc.audit.scores import Floats
 from opacus_bc.audit.worst_case import Observed, judge_observed
 from opacus_bc.engine.privacy_engine import PrivacyEngine
@@ -40,12 +42,16 @@ class AdaptiveToy:
         count_std: Noise of the count; the sum's noise makes up for it.
         max_grad_norm: C of every step.
         rate: How much the count moves the bound.
+        gradients: What ``make_private`` calls ``grad_sample_mode``.
+        batch_norm: The policy; with one, the model has a BatchNorm layer.
     """
 
     noise_multiplier: float = 2.0
     count_std: float = 1.5
     max_grad_norm: float = 0.5
     rate: float = 0.1
+    gradients: str = "hooks"
+    batch_norm: Policy | None = None
 
     @property
     def sum_std(self) -> float:
@@ -54,15 +60,16 @@ class AdaptiveToy:
         return self.max_grad_norm / math.sqrt(left)
 
 
-def _private(toy: AdaptiveToy, *, canary: bool, seed: int) -> tuple[nn.Linear, Any, Any, Any, PrivacyEngine]:
+def _private(toy: AdaptiveToy, *, canary: bool, seed: int) -> tuple[Wide, Any, Any, Any, PrivacyEngine]:
     """The plain model, and what ``make_private`` returns for samples of which the last one is the canary."""
-    x = torch.zeros(_SAMPLES, 1)
-    x[-1] = toy.max_grad_norm * (_ABOVE if canary else -_BELOW)
-    plain = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(plain.weight)
+    normalised = toy.batch_norm is not None
+    plain: Wide = Normalised(1) if normalised else InnerProduct(1, 1)
+    x = torch.zeros(_SAMPLES, 3 if normalised else 1, dtype=torch.float64 if normalised else torch.float32)
+    x[-1, -1] = toy.max_grad_norm * (_ABOVE if canary else -_BELOW)
     engine = PrivacyEngine()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook")
+        for message in ("Full backward hook", "batch_norm=", "the public data has"):
+            warnings.filterwarnings("ignore", message=message)
         private = engine.make_private(
             module=plain,
             optimizer=torch.optim.SGD(plain.parameters(), lr=1.0),
@@ -70,6 +77,8 @@ def _private(toy: AdaptiveToy, *, canary: bool, seed: int) -> tuple[nn.Linear, A
             noise_multiplier=toy.noise_multiplier,
             max_grad_norm=toy.max_grad_norm,
             clipping="adaptive",
+            grad_sample_mode=toy.gradients,
+            batch_norm=None if toy.batch_norm is None else policy_argument(toy.batch_norm),
             poisson_sampling=False,
             noise_generator=torch.Generator().manual_seed(seed),
             target_unclipped_quantile=0.5,
@@ -90,10 +99,10 @@ def _releases(toy: AdaptiveToy, *, canary: bool, repetitions: int, seed: int) ->
             optimizer.zero_grad()
             model(x).mean().backward()
             optimizer.step()
-        moved = -plain.weight.item() * _SAMPLES
+        moved = float(plain.moved()[0, -1]) * _SAMPLES
         share = 0.5 - math.log(float(optimizer.max_grad_norm) / toy.max_grad_norm) / toy.rate
         found[0, number] = moved, share * _SAMPLES
-        nn.init.zeros_(plain.weight)
+        plain.reset()
         optimizer.max_grad_norm = toy.max_grad_norm
     booked = Claim.booked(engine)
     if booked.steps != repetitions:

@@ -73,7 +73,7 @@ def audit(
     Exit code 1 if some claim is refuted at 99.9 % confidence.
 
     Args:
-        quick: a tenth of the repetitions: about three minutes of one core.
+        quick: a tenth of the repetitions: about four minutes of one core.
         only: run the audits whose name contains one of these words.
         delta: the delta at which epsilons are compared.
         seed: of everything random; another seed is another attack.

@@ -43,6 +43,9 @@ class InnerProduct(Wide):
         return torch.stack(columns).sum(0)
 
 
+NORMALISED_LAYERS = 3  # parameters of the next one, which "per_layer" clips one by one
+
+
 class Normalised(Wide):
     """A linear layer of two inputs and BatchNorm behind it, R channels alike; in float64.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from opacus_bc.audit.adaptive import AdaptiveToy, audit_adaptive
 from opacus_bc.audit.canaries import audit_many_canaries
 from opacus_bc.audit.claims import AuditResult, Claim
-from opacus_bc.audit.modes import MODES
+from opacus_bc.audit.modes import MODES, OF_CONSTANTS, USERS, Mode
 from opacus_bc.audit.ranks import audit_ranks
 from opacus_bc.audit.resumed import audit_resumed
 from opacus_bc.audit.toys import Toy, make_toy, single_round
 from opacus_bc.audit.training import audit_buffers, audit_chunks, audit_worst_case_loop
-from opacus_bc.audit.units import METHODS, UserToy, audit_users
+from opacus_bc.audit.units import UserToy, audit_users, single_user_round
 from opacus_bc.audit.worst_case import audit_worst_case, releases
 from opacus_bc.draws.ledger import NoFreshBatchError
 
@@ -31,9 +32,9 @@ def worst_cases(repetitions: int) -> dict[str, Audit]:
     Every mode for a single round; sampled steps and shuffled passes for one of each way to make gradients.
     """
     few, many = repetitions // 50, 2 * repetitions
-    toys = {_round(name): (single_round(name), _number(name, repetitions)) for name in MODES}
+    toys = {_round(name): (single_round(name), _number(mode, repetitions)) for name, mode in MODES.items()}
     toys |= {
-        f"{method}, through the statistics": (single_round(method, through_statistics=True), repetitions // 2)
+        f"{method}, through the statistics": (single_round(method, through_statistics=True), repetitions // 4)
         for method in ("IC + BatchNorm, differentiated", "BK + BatchNorm, differentiated")
     }
     toys |= {
@@ -60,8 +61,9 @@ def _round(method: str) -> str:
     return f"{method}, {'one round' if MODES[method].batch_norm is None else 'four rounds'}"
 
 
-def _number(method: str, repetitions: int) -> int:
-    return repetitions if MODES[method].batch_norm is None else repetitions // 2
+def _number(mode: Mode, repetitions: int) -> int:
+    """A repetition with BatchNorm is four rounds of a wider model: a quarter is enough."""
+    return repetitions if mode.batch_norm is None else repetitions // 4
 
 
 def interrupted(repetitions: int) -> dict[str, Audit]:
@@ -82,18 +84,14 @@ def interrupted(repetitions: int) -> dict[str, Audit]:
 
 def of_users(repetitions: int) -> dict[str, Audit]:
     """Vectorised audits of runs that protect users: every sample of one user is the adversary's."""
-    titles = dict(zip(METHODS, ("IC", "BK", "GBC", "DP-FedAvg"), strict=True))
-    toys = {f"{titles[method]} of users": UserToy(method=method) for method in METHODS}
-    toys["BK of users, in chunks"] = UserToy(method="bk", rows_at_once=5)
-    sampled = {
-        f"{titles[method]} of users, sampled": UserToy(method=method, **_TEN) for method in METHODS[1:3]
+    toys = {name: (single_user_round(name), _number(mode, repetitions)) for name, mode in USERS.items()}
+    toys["BK of users, in chunks"] = (UserToy(method="BK of users", rows_at_once=5), repetitions)
+    toys |= {
+        f"{name}, sampled": (UserToy(method=name, **_TEN), repetitions // 5)
+        for name in ("BK of users", "GBC of users")
     }
     return {
-        **{name: _named(audit_users, toy, name=name, repetitions=repetitions) for name, toy in toys.items()},
-        **{
-            name: _named(audit_users, toy, name=name, repetitions=repetitions // 5)
-            for name, toy in sampled.items()
-        },
+        name: _named(audit_users, toy, name=name, repetitions=number) for name, (toy, number) in toys.items()
     }
 
 
@@ -110,10 +108,23 @@ def several_processes(repetitions: int) -> dict[str, Audit]:
     return {name: _named(audit_ranks, toy, name=name, repetitions=repetitions) for name, toy in toys.items()}
 
 
-def adaptive(repetitions: int) -> dict[str, Audit]:
+def adaptive(repetitions: int) -> dict[str, partial[AuditResult]]:
     """Opacus's adaptive clipping where it has a claim: without sampling."""
-    name = "IC, Opacus's adaptive, shuffle"
-    return {name: _named(audit_adaptive, AdaptiveToy(), name=name, repetitions=repetitions)}
+    name = "IC, Opacus's adaptive"
+    toys = {f"{name}, shuffle": (AdaptiveToy(), repetitions)}
+    few = repetitions // 4  # one pass after the other, and not side by side
+    toys |= {
+        f"{name}, {gradients}, shuffle": (AdaptiveToy(gradients=gradients), few)
+        for gradients in ("functorch", "ew")
+    }
+    toys |= {
+        f"{name} + BatchNorm, {policy}, shuffle": (AdaptiveToy(batch_norm=policy), few)
+        for policy in OF_CONSTANTS
+    }
+    return {
+        name: _named(audit_adaptive, toy, name=name, repetitions=number)
+        for name, (toy, number) in toys.items()
+    }
 
 
 def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
@@ -144,10 +155,13 @@ def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
                 "BK + BatchNorm, differentiated",
             )
         },
-        "BC + BatchNorm, private, running statistics": (
-            audit_buffers,
-            {"method": "BC + BatchNorm, private", "runs": runs, "noise_multiplier": 0.5},
-        ),
+        **{
+            f"{method}, running statistics": (
+                audit_buffers,
+                {"method": method, "runs": runs, "noise_multiplier": 0.5},
+            )
+            for method in ("BC + BatchNorm, private", "GBC of users + BatchNorm, private")
+        },
         **{
             f"{method}, one run": (
                 audit_many_canaries,
@@ -170,11 +184,8 @@ def whole_runs(runs: int, canaries: int) -> dict[str, Audit]:
     return {name: _named(audit, name=name, **settings) for name, (audit, settings) in every.items()}
 
 
-def _named(audit: Audit, *args: Any, **settings: Any) -> Audit:
-    def run(**common: Any) -> AuditResult:
-        return audit(*args, **settings, **common)
-
-    return run
+def _named(audit: Audit, *args: Any, **settings: Any) -> partial[AuditResult]:
+    return partial(audit, *args, **settings)
 
 
 def second_step(**common: Any) -> AuditResult:

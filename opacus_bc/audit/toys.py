@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_bc.audit.models import InnerProduct, Mean, Normalised, Wide
+from opacus_bc.audit.models import NORMALISED_LAYERS, InnerProduct, Mean, Normalised, Wide
 from opacus_bc.audit.modes import MODES, Mode
 from opacus_bc.draws.plan import SMALLEST_MINI_SET
 from opacus_bc.engine.privacy_engine import PrivacyEngine
@@ -91,13 +91,13 @@ def single_round(method: str, *, through_statistics: bool = False) -> Toy:
     mode = MODES[method]
     rounds = 1 if mode.batch_norm is None else 4
     by_layers = mode.alc is not None or mode.clipping == "per_layer"
-    layers = 4 if by_layers else 1
+    layers = (4 if rounds == 1 else NORMALISED_LAYERS) if by_layers else 1
     root = math.sqrt(layers) if mode.alc == "clip" else 1.0  # what sigma_eff loses
     return Toy(
         method=method,
         noise_multiplier=math.sqrt(rounds) * root,
         steps=rounds,
-        mini_sets=4 if method == "GBC" else 1,
+        mini_sets=mode.mini_sets,
         layers=layers,
         through_statistics=through_statistics,
     )
@@ -149,14 +149,18 @@ class PrivateToy:
 
     def noise_stds(self) -> Floats:
         """Noise that the optimizer says it adds to every feature of the sum."""
-        by_name = {
-            name: block.noise_std / factor
-            for block in self.optimizer.blocks()
-            for name, factor in zip(block.names, block.factors, strict=True)
-        }
-        if len(set(by_name.values())) == 1:
-            return np.full(self.inner.moved().shape[1], next(iter(by_name.values())))
-        return np.array([by_name[name] for name, _ in self.inner.named_parameters()])
+        return stated_noise(self.optimizer, self.inner)
+
+
+def stated_noise(optimizer: Any, inner: Wide) -> Floats:
+    """Standard deviation that an optimizer states for every feature of a repetition."""
+    by_name = {
+        name: block.noise_std / factor
+        for block in optimizer.blocks()
+        for name, factor in zip(block.names, block.factors, strict=True)
+    }
+    each = [np.full(p.numel() // inner.width, by_name[name]) for name, p in inner.named_parameters()]
+    return np.concatenate(each)
 
 
 def _noise_generator(seed: int) -> torch.Generator:

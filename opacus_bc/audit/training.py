@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opacus_bc.accounting import TradeOffCurve
 from opacus_bc.audit.bounds import Scores
 from opacus_bc.audit.claims import AuditResult, Claim, Row, judge
-from opacus_bc.audit.modes import MODES
+from opacus_bc.audit.modes import MODES, USERS
 from opacus_bc.audit.scores import Attack, Floats, likelihood_ratio, silent_steps
 from opacus_bc.audit.toys import PrivateToy, Toy, make_toy, repeat_noise, samples
 from opacus_bc.batch_norm.public import PublicStatistics
@@ -174,28 +174,32 @@ def audit_buffers(
 
     Args:
         runs: Runs of each kind.
-        method: A row of :data:`opacus_bc.audit.modes.MODES` with BatchNorm. It is trained, and what ships is
-            looked at; with the policy ``"private"`` statistics of the private data are released once, with
-            noise, and these are looked at.
+        method: A row of :data:`opacus_bc.audit.modes.MODES` or ``USERS`` with BatchNorm. It is trained, and
+            what ships is looked at; with the policy ``"private"`` statistics of the private data are released
+            once, with noise, and these are looked at.
         steps: Steps of training; none for ``"private"``.
         noise_multiplier: sigma of the steps, or of the release.
         seed: Runs get different seeds from here on.
         progress: Wraps the iterable of run numbers.
         row: See :func:`opacus_bc.audit.claims.judge`.
     """
-    mode = MODES[method]
+    mode = {**MODES, **USERS}[method]
     how = mode.arguments(size=65, bound=1.0)
+    users = mode.unit == "user"
     differentiated = mode.batch_norm == "differentiated"
     if mode.batch_norm == "public" or differentiated:
         public = DataLoader(TensorDataset(torch.linspace(-2, 2, 32)[:, None]), batch_size=16)
         how["batch_norm"] = PublicStatistics(loader=public, differentiate=differentiated)
     ordinary = torch.cat([torch.ones(32, 1), -torch.ones(32, 1)])
-    canary = torch.full((1, 1), 1e3)
+    canary = torch.full((3 if users else 1, 1), 1e3)  # a user of two rows in a step, as all others
     curves: list[TradeOffCurve] = []
 
     def train(with_canary: bool, number: int) -> float:
         torch.manual_seed(number)
         x = torch.cat([ordinary, canary]) if with_canary else ordinary
+        protected = (64 // 2 if users else 64) + with_canary
+        if users:
+            how.update(unit=[min(i // 2, 32) for i in range(len(x))], mini_batch_size=2)
         norm: Any = nn.BatchNorm1d(1)
         # Statistics of the data themselves, or behind a layer into which they are differentiated.
         model = nn.Sequential(nn.Linear(1, 1), norm) if differentiated else nn.Sequential(norm)
@@ -203,9 +207,11 @@ def audit_buffers(
         net, optimizer, loader = engine.make_private(
             module=model.append(nn.Linear(1, 1)),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-            # The same public constants for both data sets: 64 or 65 samples, two steps a pass.
+            # The same public constants for both data sets: 64 or 65 samples, 32 or 33 users, two steps.
             data_loader=DataLoader(
-                TensorDataset(x), batch_size=40, generator=torch.Generator().manual_seed(number)
+                TensorDataset(x),
+                batch_size=20 if users else 40,
+                generator=torch.Generator().manual_seed(number),
             ),
             noise_multiplier=noise_multiplier,
             **how,
@@ -219,7 +225,7 @@ def audit_buffers(
         if mode.batch_norm == "private":
             # The canary's clipped vector of moments points along the second moment. The normaliser is a
             # public constant, the same for both data sets: undo it.
-            return float(norm.running_var + norm.running_mean**2) * len(x)
+            return float(norm.running_var + norm.running_mean**2) * protected
         engine.finalize(net)
         return float(norm.running_mean.abs() + norm.running_var)
 

@@ -17,7 +17,7 @@ CHUNKS_OVER_RANKS = (
 )
 
 
-class NoFreshBatchError(RuntimeError):
+class NoFreshBatchError(RuntimeError, ValueError):
     """A step for which nothing was drawn: it would use a draw twice. Raised before anything changes."""
 
     def __init__(self) -> None:

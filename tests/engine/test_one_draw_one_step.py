@@ -162,9 +162,12 @@ def test_a_draw_left_unfinished_does_not_reach_the_next_release(mode: str) -> No
     assert not run.sums()
 
 
-def test_signals_of_a_users_own_cannot_join_draws() -> None:
+@pytest.mark.parametrize(
+    "mode", ["Opacus's flat", "Opacus's ghost", "flat", "per_layer", "ghost", "bk", "batch"]
+)
+def test_signals_of_a_users_own_cannot_join_draws(mode: str) -> None:
     """Opacus adds the next batch to the draw when its user calls ``signal_skip_step``."""
-    run = Run("Opacus's flat")
+    run = Run(mode)
     batches = iter(run.loader)
     run.step(*next(batches))
     before = weights(run.model)
