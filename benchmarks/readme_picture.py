@@ -22,9 +22,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "readme.png"
 BLUE, GREY, LIGHT, ORANGE = "#1f5fa8", "#666666", "#a8a8a8", "#c8641e"
 ACCURACIES = {
-    "ic-frozen": ("BatchNorm in place", BLUE, "o"),
-    "stock-conv": ("Opacus, convolutions and head", GREY, "s"),
-    "stock-head": ("Opacus, head only", LIGHT, "D"),
+    "ic-frozen": ("opacus_bc, BatchNorm and head trained", BLUE, "o"),
+    "stock-conv": ("Opacus, BatchNorm all frozen, rest trained", GREY, "s"),
+    "stock-head": ("Opacus, head trained", LIGHT, "D"),
     "swap": ("Opacus, BatchNorm swapped for GroupNorm", ORANGE, "v"),
 }
 STEPS = {
