@@ -159,8 +159,10 @@ def stated_noise(optimizer: Any, inner: Wide) -> Floats:
         for block in optimizer.blocks()
         for name, factor in zip(block.names, block.factors, strict=True)
     }
-    each = [np.full(p.numel() // inner.width, by_name[name]) for name, p in inner.named_parameters()]
-    return np.concatenate(each)
+    stds = {
+        p: by_name[name] for name, p in optimizer.named_parameters()
+    }  # whatever wraps the model names them
+    return np.concatenate([np.full(p.numel() // inner.width, stds[p]) for p in inner.parameters()])
 
 
 def _noise_generator(seed: int) -> torch.Generator:
