@@ -162,7 +162,10 @@ def _is_missing(value: Any) -> bool:
         return True
     if isinstance(value, (float, np.floating)):
         return not np.isfinite(value)
-    return False
+    try:
+        return bool(value != value)  # Decimal("NaN"), NaT: what does not equal itself is nobody's id
+    except (TypeError, ValueError, RuntimeError):  # arrays do not say it in one word
+        return False
 
 
 def _numbered(array: npt.NDArray[Any]) -> Indices:

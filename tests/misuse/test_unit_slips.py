@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("too short", {"unit": IDS[:-1]}, ValueError, r"shape \(11,\) and the data set 12 samples"),
     ("a table", {"unit": np.zeros((N, 2))}, ValueError, r"shape \(12, 2\)"),
     ("NaN", {"unit": [*map(float, IDS[:-1]), float("nan")]}, ValueError, "no id for 1 samples .*sample 11"),
+    ("NaN as a decimal", {"unit": [*IDS[:-1], Decimal("NaN")]}, ValueError, "no id for 1 samples"),
+    (
+        "NaT in a list",
+        {"unit": [*map(str, IDS[:-1]), np.datetime64("NaT")]},
+        ValueError,
+        "no id for 1 samples",
+    ),
     ("NaN array", {"unit": np.array([np.nan] * 2 + [1.0] * 10)}, ValueError, "no id for 2 samples"),
     ("NaN tensor", {"unit": torch.tensor([float("nan")] + [1.0] * 11)}, ValueError, "no id for 1 samples"),
     ("None", {"unit": [None, *IDS[1:]]}, ValueError, "no id for 1 samples"),
