@@ -27,6 +27,7 @@ ACCURACIES = {
     "stock-head": ("Opacus, head trained", LIGHT, "D"),
     "swap": ("Opacus, BatchNorm swapped for GroupNorm", ORANGE, "v"),
 }
+LIFTED = {"stock-conv": 3, "ic-frozen": -11}  # labels that would lie on one another, in points
 STEPS = {
     "IC + public BatchNorm, bk": ("one backward,\nBatchNorm in place", BLUE),
     "Opacus, hooks": ("Opacus, hooks,\nGroupNorm", ORANGE),
@@ -44,7 +45,13 @@ def accuracies(axes: Axes, rows: list[dict[str, Any]]) -> None:
             axes.plot(
                 place, mean, mark, color=colour, markersize=9, label=title if budget == budgets[-1] else None
             )
-            axes.annotate(f"{mean:.1f}", (place, mean), (9, -4), textcoords="offset points", color=colour)
+            axes.annotate(
+                f"{mean:.1f}",
+                (place, mean),
+                (9, LIFTED.get(name, -4)),
+                textcoords="offset points",
+                color=colour,
+            )
     axes.set_xticks(range(len(budgets)), [f"ε = {budget:g}" for budget in budgets])
     axes.set_xlim(-0.4, len(budgets) - 0.4)
     axes.set_ylabel("test accuracy, %")
