@@ -7,12 +7,23 @@ import os
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Warnings are errors; this one is torch's advice to users of one release of Python."""
     config.addinivalue_line("filterwarnings", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Weights and data that a test draws are its own, whatever ran before it on this worker."""
+    seed = random.Random(item.nodeid).getrandbits(32)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)

@@ -142,6 +142,7 @@ _FINE_TUNING = (
         "stock-conv", "Opacus IC, BatchNorm all frozen", batch_norm="frozen", train="convolutions+head"
     ),
     _one_backward("ic-frozen", "IC, frozen BatchNorm", batch_norm="frozen"),
+    _one_backward("ic-frozen-all", "IC, frozen BatchNorm, all trained", batch_norm="frozen", train="all"),
 )
 _PROBES = (
     Method(name="probe", title="linear probe, no privacy", private=False, batch_norm=None, train="head"),
