@@ -7,49 +7,51 @@ to multiples of 4 C, and one sample more moves it by 4 C.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 
+Answer = TypeVar("Answer")
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
-_BACKENDS = ("cuda.matmul", "cudnn.conv", "mkldnn.matmul", "mkldnn.conv")
 
 
-@contextmanager
-def no_autocast() -> Iterator[None]:
-    """While it is open, autocast is off on every device."""
+def without_autocast(function: Callable[..., Answer], *args: Any) -> Answer:
+    """Call ``function`` with autocast off on every device."""
+    if not torch._C._is_any_autocast_enabled():
+        return function(*args)
     with ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+        return function(*args)
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """While it is open, products of float32 are products of float32: no autocast, no TF32, no bfloat16.
+def in_full_precision(function: Callable[..., Answer], *args: Any) -> Answer:
+    """Call ``function`` so that products of float32 are products of float32: no autocast, TF32 or bfloat16.
 
     **Formal guarantee**: the loop's own settings are as they were afterwards.
     """
-    with no_autocast(), ExitStack() as stack:
-        for holder, name, exact in _settings():
-            before = getattr(holder, name)
-            if before != exact:
-                stack.callback(setattr, holder, name, before)
-                setattr(holder, name, exact)
-        yield
+    coarse = [setting for setting in settings() if getattr(*setting[:2]) not in setting[2]]
+    if not coarse:
+        return without_autocast(function, *args)
+    with ExitStack() as stack:
+        for holder, name, exact in coarse:
+            stack.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, exact[0])
+        return without_autocast(function, *args)
 
 
-def _settings() -> Iterator[tuple[Any, str, object]]:
-    """What decides on the precision of float32 products: the holder, its attribute and the exact value."""
+def settings() -> Iterator[tuple[Any, str, tuple[object, ...]]]:
+    """What decides on the precision of float32 products: the holder, its attribute and the exact values."""
     backends: Any = torch.backends
-    for path in _BACKENDS:
-        room, part = path.split(".")
-        holder = getattr(getattr(backends, room), part, None)
-        if hasattr(holder, "fp32_precision"):  # since torch 2.9
-            yield holder, "fp32_precision", "ieee"
-    if not hasattr(backends.cuda.matmul, "fp32_precision"):
-        yield backends.cuda.matmul, "allow_tf32", False
-        yield backends.cudnn, "allow_tf32", False
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+        yield backends.cuda.matmul, "allow_tf32", (False,)  # bfloat16 on the CPU too
+        yield backends.cudnn, "allow_tf32", (False,)
+        return
+    for part in (backends.mkldnn.matmul, backends.mkldnn.conv):
+        yield part, "fp32_precision", ("ieee", "none")  # "none": nobody has asked for less
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        for part in (backends.cuda.matmul, backends.cudnn.conv):
+            yield part, "fp32_precision", ("ieee",)

@@ -23,7 +23,7 @@ from opacus_bc.mechanism.blocks import Block, effective_noise_multiplier
 from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.noise import NoiseSource
 from opacus_bc.mechanism.numbers import check_positive
-from opacus_bc.mechanism.precision import full_precision
+from opacus_bc.mechanism.precision import in_full_precision
 from opacus_bc.mechanism.rules import ClipRule
 from opacus_bc.optimizers.licence import Licence
 from opacus_bc.optimizers.rates import RateWatch
@@ -249,14 +249,12 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         self._rates.look(delivery.serial, self.original_optimizer)
         draw = self._open(delivery)
         if not delivery.placeholder:
-            with full_precision():
-                self._check_gradients(draw, delivery)
+            in_full_precision(self._check_gradients, draw, delivery)
 
         self.ledger.consume()
         self._draw = self._in_force = draw
         try:
-            with full_precision():  # whatever the loop's own is
-                self._accumulate(draw, delivery)
+            in_full_precision(self._accumulate, draw, delivery)
             self._is_last_step_skipped = True  # Opacus's name: schedulers ask whether weights moved
             if not delivery.ends_draw:
                 return False

@@ -11,26 +11,44 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from opacus_bc import PrivacyEngine
-from opacus_bc.mechanism.precision import _settings, full_precision
+from opacus_bc.mechanism.precision import in_full_precision
+from opacus_bc.mechanism.precision import settings as deciding
 
 
 def settings() -> list[object]:
-    return [getattr(holder, name) for holder, name, _ in _settings()]
+    return [getattr(holder, name) for holder, name, _ in deciding()]
 
 
-def test_products_of_float32_are_exact_within_and_settings_as_they_were_afterwards() -> None:
+@pytest.mark.parametrize("place", range(len(list(deciding()))))
+def test_products_of_float32_are_exact_within_and_settings_as_they_were_afterwards(place: int) -> None:
     before = settings()
+    seen: list[object] = []
+
+    def product() -> torch.dtype:
+        seen.extend(settings())
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
     with ExitStack() as stack:
-        for (holder, name, _), value in zip(_settings(), before, strict=True):
-            stack.callback(setattr, holder, name, value)
-        holder, name, exact = next(_settings())
-        setattr(holder, name, "tf32" if isinstance(exact, str) else True)
+        holder, name, exact = list(deciding())[place]
+        stack.callback(setattr, holder, name, before[place])
+        setattr(holder, name, "bf16" if isinstance(exact[0], str) else True)
         chosen = settings()
-        with torch.autocast("cpu", torch.bfloat16), full_precision():
-            assert settings() == [exact for *_, exact in _settings()]
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert in_full_precision(product) == torch.float32
+            assert torch.is_autocast_enabled("cpu")
+        assert all(value in exact for value, (*_, exact) in zip(seen, deciding(), strict=True))
         assert settings() == chosen != before
     assert settings() == before
+
+
+def test_a_loop_that_asks_for_medium_precision_gets_exact_products_within() -> None:
+    left, right = torch.rand(2, 256, 256, generator=torch.Generator().manual_seed(0))
+    exact, before = left @ right, torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(in_full_precision(torch.matmul, left, right), exact)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def released(samples: int, mode: str, features: int) -> Tensor:

@@ -59,7 +59,8 @@ class BookKeeping:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.book is None:
             return
-        if _compiling() or is_compiled(module):
+        # The book sees by itself that gradients come another way: the walk only says why, in first passes.
+        if _compiling() or (self._checks_left > 0 and is_compiled(module)):
             raise BookKeepingError(COMPILED)
         self._drop_interrupted()
         if not (self.hooks_enabled and torch.is_grad_enabled() and self.book.open()):

@@ -22,7 +22,7 @@ from opacus_bc.gradients.book_keeping.products import (
     WithTerms,
     with_terms,
 )
-from opacus_bc.mechanism.precision import no_autocast
+from opacus_bc.mechanism.precision import without_autocast
 from opacus_bc.mechanism.warn import users_level
 
 Note = Callable[..., None]
@@ -145,8 +145,10 @@ class Book:
 
     def is_sample(self, value: object) -> bool:
         """Whether this tensor was computed from the batch."""
-        if not isinstance(value, Tensor) or self.is_parameter(value):
-            return False
+        return isinstance(value, Tensor) and not self.is_parameter(value) and self.is_of_batch(value)
+
+    def is_of_batch(self, value: Tensor) -> bool:
+        """Whether this tensor, which is no parameter, was computed from the batch."""
         return value.requires_grad or value in self._samples
 
     def mark(self, value: object) -> None:
@@ -229,8 +231,7 @@ class Book:
                 )
             if torch._C._will_engine_execute_node(self._arrival):  # not in autograd.grad towards an input
                 self._begin_backward()
-                with no_autocast():  # rows in half precision would have norms in half precision
-                    note(grad, *held)
+                without_autocast(note, grad, *held)  # rows in half precision have norms in half precision
 
         fresh = output.clone() if output._is_view() else output
         tapped: Tensor = _Tap.apply(fresh, self._anchor, checked, *(held.detach() for held in saved))

@@ -71,8 +71,11 @@ class Convolution:
 
     def sample_gradients(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """Every sample's gradient of the weight, of shape (rows, *weight.shape)."""
+        if self._pointwise:
+            return torch.bmm(grad.flatten(2), x.flatten(2).transpose(1, 2)).view(len(x), *weight.shape)
         if self.groups == 1:
-            return (self._by_pixels if self._wide(x, grad) else self._by_windows)(x, grad, weight)
+            pixels = x.stride(1) == 1 < x.shape[1]  # channels lie side by side: copies go along them
+            return (self._by_pixels if pixels else self._by_windows)(x, grad, weight)
         if x.shape[1] > self.groups:
             return self._by_windows(x, grad, weight)
         result = grad.new_empty((len(x), *weight.shape))
@@ -80,9 +83,11 @@ class Convolution:
             result[part] = self._by_groups(x[part], grad[part], weight)
         return result
 
-    def _wide(self, x: Tensor, grad: Tensor) -> bool:
-        """Whether a window's line is long beside a line of the output: copies go line by line (measured)."""
-        return 2 * self.kernel[-1] * x.shape[1] >= grad.shape[-1]
+    @property
+    def _pointwise(self) -> bool:
+        """Whether every window is one pixel, and every pixel one window."""
+        ones = {*self.kernel, *self.stride, self.groups}
+        return ones == {1} and not any(self.padding)
 
     def _by_pixels(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """:meth:`_by_windows` with all channels of a pixel side by side in memory."""

@@ -37,10 +37,13 @@ class Recording(TorchFunctionMode):
         kwargs, book = kwargs or {}, self.book
         if self.over:  # an interrupted forward pass has left it behind
             return func(*args, **kwargs)
-        given = list(_tensors((*args, *kwargs.values())))
-        parameters = [book.is_parameter(value) for value in given]
-        sampled = any(book.is_sample(v) for v, own in zip(given, parameters, strict=True) if not own)
-        if not any(parameters) or not torch.is_grad_enabled():
+        uses = sampled = False
+        for value in _tensors((*args, *kwargs.values())):
+            if book.is_parameter(value):
+                uses = True
+            elif not sampled:
+                sampled = book.is_of_batch(value)
+        if not uses or not torch.is_grad_enabled():
             result = func(*args, **kwargs)
             if sampled:
                 book.mark(result)

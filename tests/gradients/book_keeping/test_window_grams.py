@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -61,17 +63,31 @@ def test_squared_norms_are_those_of_autograds_gradients(made: tuple[Convolution,
         torch.testing.assert_close(way(x, grad, weight), rows)
 
 
-@pytest.mark.parametrize(("channels", "way"), [(1, "_by_windows"), (8, "_by_pixels")])
-def test_long_lines_of_windows_are_copied_pixel_by_pixel(
-    channels: int, way: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_windows_are_copied_along_what_lies_side_by_side_in_memory(
+    layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Convolution(kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
     used: list[str] = []
     for name in ("_by_windows", "_by_pixels"):
         monkeypatch.setattr(Convolution, name, lambda *_, name=name: used.append(name))
-    images = torch.randn(2, channels, 16, 16)
-    shape.sample_gradients(images, torch.randn(2, 4, 16, 16), torch.randn(4, channels, 3, 3))
-    assert used == [way]
+    images = torch.randn(2, 8, 16, 16).to(memory_format=layout)
+    shape.sample_gradients(images, torch.randn(2, 4, 16, 16), torch.randn(4, 8, 3, 3))
+    assert used == ["_by_windows" if layout is torch.contiguous_format else "_by_pixels"]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("changed", [{}, {"stride": (2, 1)}, {"padding": (0, 1)}])
+def test_pointwise_convolutions_need_no_windows(layout: torch.memory_format, changed: dict[str, Any]) -> None:
+    """A stride or padding makes windows of other pixels."""
+    ones, none = (1, 1), (0, 0)
+    options: dict[str, Any] = {"kernel": ones, "stride": ones, "padding": none, "dilation": ones, "groups": 1}
+    shape = Convolution(**options | changed)
+    x = torch.randn(3, 4, 6, 5, dtype=torch.float64).to(memory_format=layout)
+    weight = torch.randn(2, 4, 1, 1, dtype=torch.float64)
+    grad = torch.randn_like(shape.forward(x, weight))
+    rows = per_sample(shape, x, grad, weight)
+    torch.testing.assert_close(shape.sample_gradients(x, grad, weight), rows)
 
 
 @pytest.mark.parametrize("most", [1, 400, 2**18])
