@@ -197,6 +197,12 @@ def constant_batch_norm(
     return result
 
 
+def input_gradient(grad: Tensor, weight: Tensor | None, inverse_std: Tensor) -> Tensor:
+    """The gradient of what is normalised with constants, from that of the output."""
+    scale = inverse_std if weight is None else inverse_std * weight
+    return (positions(grad) * scale[:, None]).reshape(grad.shape)
+
+
 class NormaliseWithConstants(torch.autograd.Function):
     """``F.batch_norm`` in evaluation mode; torch's own backward of it takes four times as long on the CPU.
 
@@ -226,8 +232,7 @@ class NormaliseWithConstants(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         recorded = bool(getattr(ctx.layer, "activations", None))  # Opacus takes them away in its own hook
         if ctx.needs_input_grad[1]:
-            scale = inverse if weight is None else inverse * weight
-            grad_x = (positions(grad) * scale[:, None]).reshape(x.shape).to(x.dtype)
+            grad_x = input_gradient(grad, weight, inverse).to(x.dtype)
         if ctx.needs_input_grad[2] and not recorded:
             grad_weight, into_bias = (rows.sum(0) for rows in affine_gradients(x, grad, mean, inverse))
             grad_bias = into_bias if ctx.needs_input_grad[3] else None

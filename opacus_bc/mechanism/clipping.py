@@ -40,8 +40,7 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
         if tensor.numel() <= _NORM_ROW:
             results.append(torch.linalg.vector_norm(tensor.detach(), dtype=dtype).double())
             continue
-        strides = tensor.stride()
-        by_stride = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+        by_stride = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
         flat = tensor.detach().permute(by_stride).reshape(-1)  # a view of every dense memory format
         whole = flat.numel() // _NORM_ROW * _NORM_ROW
         norm = torch.linalg.vector_norm(flat[whole:], dtype=dtype).double()
@@ -139,8 +138,8 @@ def coefficients_of_norms(
 
 def row_norms(samples: Tensor) -> Tensor:
     """L2 norm of every sample in float64, with float32 sums no longer than in :func:`tensor_norms`."""
-    rows, entries = len(samples), samples.shape[1:].numel()
-    flat = samples.detach().reshape(rows, entries)
+    rows, entries = samples.shape[0], samples.shape[1:].numel()
+    flat = samples.detach().permute(memory_order(samples)).reshape(rows, entries)
     if entries <= _NORM_ROW or flat.dtype == torch.float64:
         short: Tensor = torch.linalg.vector_norm(flat, dim=1)
         return short.double()
@@ -149,6 +148,16 @@ def row_norms(samples: Tensor) -> Tensor:
     parts = torch.linalg.vector_norm(flat[:, : pieces * _NORM_ROW].reshape(rows, pieces, _NORM_ROW), dim=2)
     norm: Tensor = torch.linalg.vector_norm(torch.cat((parts, rest[:, None]), 1), dim=1, dtype=torch.float64)
     return norm
+
+
+def memory_order(samples: Tensor) -> list[int]:
+    """The samples' dimension and then their entries' as they lie in memory: flattening copies nothing.
+
+    >>> memory_order(torch.zeros(2, 3, 4)), memory_order(torch.zeros(2, 4, 3).transpose(1, 2))
+    ([0, 1, 2], [0, 2, 1])
+    """
+    strides = samples.stride()
+    return [0, *sorted(range(1, samples.dim()), key=strides.__getitem__, reverse=True)]
 
 
 def scale_(tensors: Sequence[Tensor], coefficients: Sequence[float]) -> None:

@@ -26,6 +26,7 @@ from opacus_bc.mechanism.precision import without_autocast
 from opacus_bc.mechanism.warn import users_level
 
 Note = Callable[..., None]
+Map = Callable[[Tensor], Tensor]
 CHECKPOINTED = (
     "torch.utils.checkpoint repeats a part of the forward pass in backward, where nobody watches the "
     "parameters: run the model without it, or use clipping='batch'"
@@ -211,6 +212,23 @@ class Book:
             BookKeepingError: What is returned does not have a row for each sample.
         """
         shape = output.shape if shape is None else torch.Size(shape)
+        self._check_rows(shape)
+        fresh = output.clone() if output._is_view() else output
+        held = (each.detach() for each in saved)
+        tapped: Tensor = _Tap.apply(fresh, self._anchor, None, None, self._noting(note), *held)
+        result = tapped if tapped.shape == shape else tapped.view(shape)
+        self.mark(result)
+        return result
+
+    def tap_of(self, source: Tensor, function: Map, backward: Map, note: Note, *saved: Tensor) -> Tensor:
+        """:meth:`tap` of ``function(source)``, whose ``backward`` takes gradients of it to ``source``."""
+        self._check_rows(source.shape)
+        held = (each.detach() for each in saved)
+        result: Tensor = _Tap.apply(source, self._anchor, function, backward, self._noting(note), *held)
+        self.mark(result)
+        return result
+
+    def _check_rows(self, shape: torch.Size) -> None:
         if not shape or shape[0] != self.rows:
             raise BookKeepingError(
                 f"a layer returned {shape[0] if shape else 'no'} rows for a batch of {self.rows} samples: "
@@ -221,9 +239,12 @@ class Book:
             )
         if _recomputed_later():
             raise BookKeepingError(CHECKPOINTED)
+
+    def _noting(self, note: Note) -> Note:
+        """``note``, for the batch that is recorded now and in backward passes that reach parameters."""
         delivery = self._delivery
 
-        def checked(grad: Tensor, *held: Tensor) -> None:
+        def noting(grad: Tensor, *held: Tensor) -> None:
             if self._delivery is not delivery:
                 raise BookKeepingError(
                     "backward went through a forward pass of an earlier batch: repeat the forward pass, or "
@@ -233,11 +254,7 @@ class Book:
                 self._begin_backward()
                 without_autocast(note, grad, *held)  # rows in half precision have norms in half precision
 
-        fresh = output.clone() if output._is_view() else output
-        tapped: Tensor = _Tap.apply(fresh, self._anchor, checked, *(held.detach() for held in saved))
-        result = tapped if tapped.shape == shape else tapped.view(shape)
-        self.mark(result)
-        return result
+        return noting
 
     def _begin_backward(self) -> None:
         """Note which backward pass is writing, until it has come to its end."""
@@ -376,18 +393,34 @@ def _node_of(leaf: Tensor) -> torch.autograd.graph.Node:
 
 
 class _Tap(torch.autograd.Function):
-    """Hands a tensor on and shows its gradient to the book. The tensor may be overwritten afterwards."""
+    """Shows the gradient of a tensor to the book: of one that is handed on, or of a function of it.
+
+    A tensor that is handed on may be overwritten afterwards.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, note: Note, *saved: Tensor) -> Tensor:
-        ctx.note = note
-        ctx.mark_dirty(output)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        function: Map | None,
+        backward: Map | None,
+        note: Note,
+        *saved: Tensor,
+    ) -> Tensor:
+        ctx.note, ctx.backward = note, backward
         ctx.save_for_backward(*saved)
-        return output
+        if function is not None:
+            return function(x)
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.note(grad, *ctx.saved_tensors)
-        passed_on = grad if ctx.needs_input_grad[0] else None
-        return (passed_on, None, None, *(None for _ in ctx.saved_tensors))
+        saved = ctx.saved_tensors
+        ctx.note(grad, *saved)
+        passed_on = None
+        if ctx.needs_input_grad[0]:
+            passed_on = grad if ctx.backward is None else ctx.backward(grad)
+        return (passed_on, None, None, None, None, *(None for _ in saved))

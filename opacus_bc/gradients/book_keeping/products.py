@@ -22,6 +22,7 @@ from opacus_bc.gradients.book_keeping.sums import (
     short_products,
     short_sum,
     units_of_sums,
+    weighted_sum,
 )
 from opacus_bc.mechanism.clipping import row_norms
 
@@ -65,8 +66,7 @@ class Rows:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
-        flat = self.values.flatten(1) if self.values.dim() > 1 else self.values[:, None]
-        return short_sum(weights.to(flat.dtype), flat).view(self.values.shape[1:])
+        return weighted_sum(weights.to(self.values.dtype), self.values)
 
     def rows(self) -> Tensor:
         """See :class:`Entry`."""

@@ -20,6 +20,7 @@ from opacus_bc.batch_norm.gradients import (
     Upstream,
     affine_gradients,
     constant_batch_norm,
+    input_gradient,
     positions,
     statistics_gradients,
 )
@@ -227,17 +228,22 @@ def constants(
     eps: float,
 ) -> Tensor:
     """BatchNorm with constants in the place of statistics."""
-    output = constant_batch_norm(None, input, book.plain(weight), book.plain(bias), mean, var, eps)
-
+    w, b = book.plain(weight), book.plain(bias)
+    inverse = torch.rsqrt(var + eps)
     upstream: tuple[Upstream, ...] = () if layer is None else layer.upstream
 
+    def normalised(x: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
+
+    def backward(grad: Tensor) -> Tensor:
+        return input_gradient(grad, w, inverse).to(input.dtype)
+
     def note(grad: Tensor, *held: Tensor) -> None:
-        b, into_weight = _wide(grad), None
+        into_weight = None
         if held:
-            inverse = torch.rsqrt(var + eps)
-            into_weight, into_bias = affine_gradients(_wide(held[0]), b, mean, inverse)
+            into_weight, into_bias = affine_gradients(_wide(held[0]), _wide(grad), mean, inverse)
         else:
-            into_bias = positions(b).sum(2)
+            into_bias = positions(_wide(grad)).sum(2)
         if weight is not None and book.wants(weight) and into_weight is not None:
             book.add(weight, Rows(into_weight))
         if bias is not None and book.wants(bias):
@@ -247,7 +253,8 @@ def constants(
             for entry in upstream:
                 _follow(book, entry, *into)
 
-    return book.tap(output, note, *((input,) if book.wants(weight) or upstream else ()))
+    saved = (input,) if book.wants(weight) or upstream else ()
+    return book.tap_of(input, normalised, backward, note, *saved)
 
 
 def _follow(book: Book, entry: Upstream, into_mean: Tensor, into_var: Tensor) -> None:

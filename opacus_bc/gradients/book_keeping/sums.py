@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opacus_bc.mechanism.clipping import memory_order
+
 SHORT = 64  # products in a float32 sum where a result has few columns
 LONG = 256  # the same where it has many, and every further piece costs time
 FEW = 32  # columns
@@ -68,10 +70,13 @@ def short_sum(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, samples: Tensor) -> Tensor:
-    """:func:`short_sum` of samples in any shape.
+    """:func:`short_sum` of samples in any shape, however they lie in memory; the sum lies in its own order.
 
     >>> weighted_sum(torch.tensor([1.0, 2.0]), torch.ones(2, 3, 1)).tolist()
     [[3.0], [3.0], [3.0]]
     """
-    shape = samples.shape[1:]
-    return short_sum(weights, samples.reshape(len(samples), shape.numel())).view(shape)
+    order = memory_order(samples)
+    lying = samples.permute(order)
+    total = short_sum(weights, lying.reshape(lying.shape[0], -1)).view(lying.shape[1:])
+    places = sorted(range(len(order) - 1), key=order[1:].__getitem__)
+    return total.permute(places).contiguous()
