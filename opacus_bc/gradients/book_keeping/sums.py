@@ -77,6 +77,6 @@ def weighted_sum(weights: Tensor, samples: Tensor) -> Tensor:
     """
     order = memory_order(samples)
     lying = samples.permute(order)
-    total = short_sum(weights, lying.reshape(lying.shape[0], -1)).view(lying.shape[1:])
+    total = short_sum(weights, lying.reshape(lying.shape[0], lying.shape[1:].numel())).view(lying.shape[1:])
     places = sorted(range(len(order) - 1), key=order[1:].__getitem__)
     return total.permute(places).contiguous()
