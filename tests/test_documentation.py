@@ -27,6 +27,16 @@ def test_every_public_name_has_its_place_in_the_api() -> None:
         assert set(module.__all__) - {"accounting", "register"} <= documented
 
 
+def test_every_method_of_the_engine_has_its_place_too() -> None:
+    engine = opacus_bc.PrivacyEngine
+    ours = [kind for kind in engine.__mro__ if kind.__module__.startswith("opacus_bc.")]
+    methods = {name for kind in ours for name in vars(kind) if not name.startswith("_")}
+    text = (DOCS / "api" / "engine.md").read_text()
+    options = text.partition("::: opacus_bc.PrivacyEngine\n")[2].partition(":::")[0]
+    assert set(re.findall(r"^        - (\w+)$", options, re.MULTILINE)) == methods
+    assert "inherited_members: true" in options  # most answers are AccountedEngine's
+
+
 def test_every_page_of_the_navigation_exists_and_every_page_is_in_it() -> None:
     named = set(
         re.findall(r"^ +- (?:[^:\n]+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
