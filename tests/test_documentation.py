@@ -111,6 +111,13 @@ def test_the_version_stands_in_one_place() -> None:
         assert opacus_bc.__version__ not in (ROOT / name).read_text(), name
 
 
+def test_the_changelog_has_a_dated_section_for_this_version_and_nothing_newer() -> None:
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", name) for name in sections[1:])
+    assert sections[1].startswith(f"[{opacus_bc.__version__}] - ")
+
+
 def test_types_are_visible_to_users() -> None:
     assert (Path(opacus_bc.__file__).parent / "py.typed").is_file()
 
