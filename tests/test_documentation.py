@@ -57,6 +57,19 @@ def test_links_between_documents_lead_somewhere_in_the_repository_too() -> None:
     assert not dead
 
 
+SCRIPTS_WRITE = {"performance.md", "reproduction.md"}  # paragraphs on one line each
+
+
+def test_prose_is_wrapped() -> None:
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("[be]*/README.md")]
+    long = []
+    for page in pages:
+        blocks = re.split(r"^```.*$", page.read_text(), flags=re.MULTILINE)
+        prose = "\n".join(blocks[::2]).splitlines() if page.name not in SCRIPTS_WRITE else []
+        long += [f"{page.name}: {line}" for line in prose if len(line) > 120 and not line.startswith("|")]
+    assert not long
+
+
 def test_the_scaling_page_shows_what_the_model_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
