@@ -21,7 +21,7 @@ from opacus_bc.optimizers.samples import IndividualClippingOptimizer
 from opacus_bc.optimizers.schedules import WarmupCosine
 from opacus_bc.public.data import PublicDataError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ALC",

@@ -27,6 +27,16 @@ def test_every_public_name_has_its_place_in_the_api() -> None:
         assert set(module.__all__) - {"accounting", "register"} <= documented
 
 
+def test_every_method_of_the_engine_has_its_place_too() -> None:
+    engine = opacus_bc.PrivacyEngine
+    ours = [kind for kind in engine.__mro__ if kind.__module__.startswith("opacus_bc.")]
+    methods = {name for kind in ours for name in vars(kind) if not name.startswith("_")}
+    text = (DOCS / "api" / "engine.md").read_text()
+    options = text.partition("::: opacus_bc.PrivacyEngine\n")[2].partition(":::")[0]
+    assert set(re.findall(r"^        - (\w+)$", options, re.MULTILINE)) == methods
+    assert "inherited_members: true" in options  # most answers are AccountedEngine's
+
+
 def test_every_page_of_the_navigation_exists_and_every_page_is_in_it() -> None:
     named = set(
         re.findall(r"^ +- (?:[^:\n]+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
@@ -45,6 +55,19 @@ def test_links_between_documents_lead_somewhere_in_the_repository_too() -> None:
         if not (page.parent / target).exists()
     ]
     assert not dead
+
+
+SCRIPTS_WRITE = {"performance.md", "reproduction.md"}  # paragraphs on one line each
+
+
+def test_prose_is_wrapped() -> None:
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("[be]*/README.md")]
+    long = []
+    for page in pages:
+        blocks = re.split(r"^```.*$", page.read_text(), flags=re.MULTILINE)
+        prose = "\n".join(blocks[::2]).splitlines() if page.name not in SCRIPTS_WRITE else []
+        long += [f"{page.name}: {line}" for line in prose if len(line) > 120 and not line.startswith("|")]
+    assert not long
 
 
 def test_the_scaling_page_shows_what_the_model_prints(
@@ -99,6 +122,13 @@ def test_documents_name_modules_and_tests_that_exist() -> None:
 def test_the_version_stands_in_one_place() -> None:
     for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml"):
         assert opacus_bc.__version__ not in (ROOT / name).read_text(), name
+
+
+def test_the_changelog_has_a_dated_section_for_this_version_and_nothing_newer() -> None:
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", name) for name in sections[1:])
+    assert sections[1].startswith(f"[{opacus_bc.__version__}] - ")
 
 
 def test_types_are_visible_to_users() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def markdown(results: Sequence[AuditResult], command: str) -> str:
         "|" + "---|" * len(COLUMNS),
         *("| " + " | ".join(row(result)) + " |" for result in results),
         "",
-        legend(results),
+        textwrap.fill(legend(results), width=110, break_on_hyphens=False),
         END,
     ]
     return "\n".join(lines)

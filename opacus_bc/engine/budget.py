@@ -9,10 +9,38 @@ from typing import Any
 from opacus_bc import accounting
 from opacus_bc._opacus import get_noise_multiplier
 from opacus_bc.accounting.display import objection_to_delta
+from opacus_bc.alc.choice import effective_per_multiplier, trainable
 from opacus_bc.draws.plan import SamplingPlan
+from opacus_bc.engine.release import reserved_releases
+from opacus_bc.engine.request import Request
 from opacus_bc.mechanism.names import Sampling
 from opacus_bc.mechanism.numbers import check_count
 from opacus_bc.mechanism.warn import users_level
+from opacus_bc.parallel.wrappers import bare
+
+
+def calibrated(request: Request, accountant: Any, *, epsilon: float, delta: float, epochs: int) -> float:
+    """The noise multiplier with which ``epochs`` passes of what is asked for spend at most the budget.
+
+    It counts the very steps and releases that the accountant will count, through the same blocks.
+    """
+    plan, plain = request.plan, bare(request.module)
+    effective = effective_multiplier(
+        accountant.mechanism(),
+        epsilon=epsilon,
+        delta=delta,
+        steps_per_epoch=plan.steps_per_epoch,
+        epochs=epochs,
+        sampling=request.kind,
+        releases=reserved_releases(accountant, plain, request.policy),
+        stock=not request.batch and request.config is None and request.users is None,
+    )
+    return effective / effective_per_multiplier(
+        request.config,
+        trainable(plain, request.inner_optimizer),
+        unit=request.clipped,
+        adjacency=plan.adjacency,
+    )
 
 
 def effective_multiplier(

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from opacus_bc._opacus import DPOptimizer, StockPrivacyEngine
-from opacus_bc.alc.choice import effective_per_multiplier, trainable
+from opacus_bc._opacus import DPOptimizer
 from opacus_bc.alc.config import ALC
-from opacus_bc.alc.report import LayerReport
-from opacus_bc.batch_norm.choices import UnprotectedStatisticsError, keeps_statistics
-from opacus_bc.engine import statement as st
-from opacus_bc.engine.batch import build_batch
-from opacus_bc.engine.book_keeping import build_book_keeping
-from opacus_bc.engine.booking import check_accountant, check_booked, check_protected
-from opacus_bc.engine.budget import effective_multiplier, warn_of_large_delta
-from opacus_bc.engine.card import model_card, write_card
-from opacus_bc.engine.individual import build_individual
+from opacus_bc.engine.accounted import AccountedEngine
+from opacus_bc.engine.booking import check_accountant, check_protected
+from opacus_bc.engine.budget import calibrated, warn_of_large_delta
 from opacus_bc.engine.keywords import takes_no_budget, takes_no_noise_multiplier
-from opacus_bc.engine.limit import Limit
-from opacus_bc.engine.logs import loggable
-from opacus_bc.engine.release import final_release, finished_module, recalibrate, reserved_releases
-from opacus_bc.engine.reports import public_report, warn_at_start
+from opacus_bc.engine.release import finished_module, recalibrate
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.resume.checkpoints import Checkpoints, check_savable
 from opacus_bc.engine.resume.parts import Parts
-from opacus_bc.engine.run import Run
+from opacus_bc.engine.starting import start
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.warn import users_level
 from opacus_bc.optimizers.private import COPIES
-from opacus_bc.parallel.wrappers import bare, unwrap
+from opacus_bc.parallel.wrappers import unwrap
 
 
-class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
+class PrivacyEngine(AccountedEngine):
     """Opacus's ``PrivacyEngine`` with ``clipping="batch"``, which leaves BatchNorm in place.
 
     Args:
@@ -68,23 +55,10 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
 
     def __init__(self, *, accountant: str = "fdp", secure_mode: bool = False) -> None:
         """See the class."""
-        with warnings.catch_warnings():
-            # Opacus's advice to turn its own secure mode on, which imports a package that no current torch
-            # can load; the statement says which generator was used.
-            warnings.filterwarnings("ignore", message="Secure RNG turned off")
-            super().__init__(accountant=accountant, secure_mode=False)
+        super().__init__(accountant=accountant)
         self._secure_noise: SecureNoise | None = SecureNoise() if secure_mode else None
         self.secure_mode = secure_mode
-        self.dataset: Any = None
-        self._runs: list[Run] = []
-        self._limit: Limit | None = None
         self._checkpoints = Checkpoints()
-        if accountant == "gdp":
-            warnings.warn(
-                "accountant='gdp' is a central-limit approximation, not an upper bound: it can claim less "
-                "than is attained. Use accountant='fdp' for a certified value.",
-                stacklevel=users_level(),
-            )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(COPIES)
@@ -172,42 +146,12 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if noise_multiplier == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=users_level())
-        build = build_individual
-        if request.batch or request.book_keeping:
-            build = build_batch if request.batch else build_book_keeping
-        with ExitStack() as undo:
-            undo.callback(_restore, [(p, p.grad, set(vars(p))) for p in module.parameters()])
-            run = build(request, self.accountant, self._secure_noise, undo)
-            for guest in run.guests:
-                undo.callback(guest.remove)
-            check_protected(self.accountant, run.plan, [earlier.plan for earlier in self._runs])
-            _warn_of_idle_policy(request, run)
-            self._warn_of_others(run)
-            warn_at_start(run)
-            undo.pop_all()
+        run = start(request, self.accountant, self._secure_noise, self._runs)
         self.dataset = data_loader.dataset
-        run.optimizer.licence.take_over(run.policy.keeper.after_step)
         self._runs.append(run)
         if self._limit is not None:
             run.obey(self._limit)
         return run.returned
-
-    def _warn_of_others(self, run: Run) -> None:
-        if self.dataset is not None and self.dataset is not run.data_loader.dataset:
-            warnings.warn(
-                "this engine has accounted another data set object before, and its epsilon adds both up. "
-                "That is right where people are in both (folds of one data set); use a new PrivacyEngine for "
-                "the data of other people",
-                stacklevel=users_level(),
-            )
-        former = run.optimizer.licence.holder()
-        own = [earlier.optimizer.licence for earlier in self._runs]
-        if former is not None and former.steps_taken and former not in own:
-            warnings.warn(
-                f"another PrivacyEngine has made {former.steps_taken} steps with this optimizer, and this "
-                "one does not count them: go on with that engine, or start with a new model and optimizer",
-                stacklevel=users_level(),
-            )
 
     @takes_no_noise_multiplier
     def make_private_with_epsilon(
@@ -247,225 +191,12 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
         check_accountant(self.accountant, request.kind)
         check_protected(self.accountant, request.plan, [run.plan for run in self._runs])
         warn_of_large_delta(target_delta, [request.plan], "target_delta")
-        effective = effective_multiplier(
-            self.accountant.mechanism(),
-            epsilon=target_epsilon,
-            delta=target_delta,
-            steps_per_epoch=request.plan.steps_per_epoch,
-            epochs=epochs,
-            sampling=request.kind,
-            releases=reserved_releases(self.accountant, bare(module), request.policy),
-            stock=not request.batch and request.config is None and request.users is None,
+        multiplier = calibrated(
+            request, self.accountant, epsilon=target_epsilon, delta=target_delta, epochs=epochs
         )
-        params, adjacency = trainable(bare(module), request.inner_optimizer), request.plan.adjacency
-        share = effective_per_multiplier(request.config, params, unit=request.clipped, adjacency=adjacency)
-        result = self.make_private(**given, noise_multiplier=effective / share)
+        result = self.make_private(**given, noise_multiplier=multiplier)
         self._runs[-1].optimizer.licence.planned_steps = epochs * request.plan.steps_per_epoch
         return result
-
-    def stop_at(self, epsilon: float, delta: float) -> None:
-        """End training before more than ``(epsilon, delta)`` is spent by all runs of this engine together.
-
-        Loaders that ``make_private`` returned, and will return, deliver no draw whose step the budget does
-        not cover: loops over them end by themselves. A step beyond it is refused before anything moves. The
-        final release of ``batch_norm="private"`` is reserved.
-
-        **Formal guarantee**: :meth:`get_epsilon` at ``delta`` stays at most ``epsilon``, ``finalize``
-        included. When training ends follows from public constants alone.
-
-        **Edge cases**: what was spent already counts. ``recalibrate_batch_norm`` during training is booked
-        as ever and shortens the rest. A new call replaces the budget.
-
-        Args:
-            epsilon: The most that may be spent.
-            delta: At which delta.
-        """
-        warn_of_large_delta(delta, [run.plan for run in self._runs])
-        limit = Limit(self.accountant, epsilon=epsilon, delta=delta, reserved=self._reserved)
-        if self.accountant.history and self.get_epsilon(delta, allow_unprotected=True) > epsilon:
-            raise ValueError(
-                f"epsilon={epsilon:g} at delta={delta:g} is spent already: "
-                f"{self.get_epsilon(delta, allow_unprotected=True):.4g}"
-            )
-        self._limit = limit
-        for run in self._runs:
-            run.obey(limit)
-
-    def remaining(self, epsilon: float, delta: float) -> int:
-        """How many more steps of the latest run fit into a budget, at its present noise.
-
-        **Formal guarantee**: if that many are taken, :meth:`get_epsilon` at ``delta`` is at most ``epsilon``,
-        ``finalize`` included; one step more and it is not. The number follows from public constants alone.
-
-        **Edge cases**: see :meth:`opacus_bc.engine.limit.Limit.more_steps`. Shuffled data are counted in
-        whole passes, the one under way included.
-
-        Args:
-            epsilon: The most that may be spent by all runs of this engine together.
-            delta: At which delta.
-
-        Raises:
-            ValueError: Nothing was made private yet.
-            UnprotectedStatisticsError: Running statistics leak.
-        """
-        limit = Limit(self.accountant, epsilon=epsilon, delta=delta, reserved=self._reserved)
-        self._check_protected(False)
-        run = self._latest("remaining()")
-        return run.booking.more_steps(run.optimizer, limit)
-
-    def _latest(self, what: str) -> Run:
-        if not self._runs:
-            raise ValueError(f"{what} speaks of a run: call make_private first")
-        return self._runs[-1]
-
-    def _reserved(self) -> tuple[tuple[float, Any], ...]:
-        return tuple(found for run in self._runs if (found := final_release(run)) is not None)
-
-    def get_epsilon(self, delta: float, *, allow_unprotected: bool = False) -> float:
-        """Epsilon spent so far at ``delta``; infinite if any step was taken without noise.
-
-        Args:
-            delta: The delta of (epsilon, delta)-DP.
-            allow_unprotected: Answer for the gradients alone where running statistics leak.
-
-        Raises:
-            UnprotectedStatisticsError: Running statistics leak.
-        """
-        self._check_protected(allow_unprotected)
-        warn_of_large_delta(delta, [run.plan for run in self._runs])
-        if any(entry[0] == 0 for entry in self.accountant.history):
-            return math.inf
-        return float(super().get_epsilon(delta))
-
-    def get_tradeoff(self, *, allow_unprotected: bool = False) -> Any:
-        """The trade-off curve of the steps and releases so far (accountant ``"fdp"``).
-
-        Args:
-            allow_unprotected: Answer for the gradients alone where running statistics leak.
-
-        Raises:
-            ValueError: The accountant knows no trade-off curve.
-            UnprotectedStatisticsError: Running statistics leak.
-        """
-        self._check_protected(allow_unprotected)
-        if not hasattr(self.accountant, "get_tradeoff"):
-            raise ValueError(
-                f"accountant={self.accountant.mechanism()!r} has no trade-off curve: use "
-                "PrivacyEngine(accountant='fdp')"
-            )
-        return self.accountant.get_tradeoff()
-
-    def statement(self, delta: float, *, format: str = "text", allow_unprotected: bool = False) -> str:
-        """What a reviewer has to know about the privacy of this run.
-
-        Args:
-            delta: The delta at which epsilon is stated.
-            format: ``"text"``, ``"markdown"`` or ``"json"``.
-            allow_unprotected: Speak for the gradients alone where running statistics leak.
-
-        Raises:
-            UnprotectedStatisticsError: Running statistics leak.
-        """
-        self._check_protected(allow_unprotected)
-        return st.render(st.facts(self, self._runs, delta), format=format)
-
-    def save_model_card(
-        self,
-        path: Any,
-        delta: float,
-        *,
-        title: str = "Model card",
-        metadata: dict[str, Any] | None = None,
-        overwrite: bool = False,
-    ) -> Path:
-        """Write a model card for Hugging Face's hub: front matter, and the statement as a section.
-
-        Args:
-            path: The file, or a folder, which gets a README.md.
-            delta: The delta at which epsilon is stated.
-            title: The card's heading.
-            metadata: More entries of the front matter, for instance ``{"license": "mit"}``.
-            overwrite: Whether an existing file is replaced.
-
-        Returns:
-            The path of the card.
-
-        Raises:
-            FileExistsError: The file exists already.
-            UnprotectedStatisticsError: Running statistics leak.
-        """
-        section = self.statement(delta, format="markdown")
-        return write_card(path, model_card(section, title=title, metadata=metadata), overwrite=overwrite)
-
-    def loggable(self, delta: float) -> dict[str, float]:
-        """Numbers of the latest run that may be logged, published or plotted while it trains.
-
-        **Formal guarantee**: nothing in it was computed from private data, but for what epsilon covers; see
-        :func:`opacus_bc.engine.logs.loggable`. Losses, accuracies on training data, gradient norms and
-        actual batch sizes are not in it, because they are private.
-
-        Args:
-            delta: The delta at which epsilon and mu are stated.
-
-        Raises:
-            ValueError: Nothing was made private yet.
-            UnprotectedStatisticsError: Running statistics leak.
-        """
-        self._check_protected(False)
-        return loggable(self, self._latest("loggable()"), delta)
-
-    def _check_protected(self, allow_unprotected: bool) -> None:
-        for run in self._runs:
-            run.policy.check_buffers()
-        self._check_booked()
-        if not allow_unprotected and any(not run.policy.protected for run in self._runs):
-            raise UnprotectedStatisticsError(
-                "batch_norm='unprotected': running statistics leak, so no epsilon describes this run. "
-                "allow_unprotected=True gives the value of the gradients' release alone"
-            )
-
-    def _check_booked(self) -> None:
-        check_booked(self.accountant, [run.optimizer for run in self._runs])
-
-    def layer_report(
-        self,
-        public_loader: DataLoader[Any] | None = None,
-        *,
-        criterion: Any = None,
-        gradient: Any = None,
-        compare_public: bool = True,
-    ) -> LayerReport:
-        """Norms and noise of each layer, from public data only; warns where noise drowns the signal.
-
-        With ``alc=`` it needs no arguments, and also says how the layers' norms moved. A public loader is
-        measured now, at the present weights, over what this run clips: single samples, users or mini-sets.
-
-        **Formal guarantee**: weights, buffers, gradients, hooks, modes and random states stay as they are.
-        (Checks that look at the first training forwards and then take themselves off count these too.)
-
-        Args:
-            public_loader: Public data, disjoint from the private data: pairs ``(x, y)`` unless ``gradient``
-                says otherwise.
-            criterion: The loss; None is cross entropy.
-            gradient: As :class:`opacus_bc.ALC` takes it.
-            compare_public: As in :meth:`make_private`.
-
-        Raises:
-            ValueError: Nothing was made private with ``alc=``, and there is no public loader.
-            PublicDataError: The public data are private ones, or their gradients say nothing.
-        """
-        if public_loader is not None:
-            run = self._latest("layer_report()")
-            return public_report(
-                run, public_loader, criterion=criterion, gradient=gradient, compare_public=compare_public
-            )
-        for run in reversed(self._runs):
-            if run.optimizer.adaptive is not None:
-                return run.optimizer.layer_report()
-        raise ValueError(
-            "layer_report() needs layer norms from public data: pass a public loader to it, or pass alc= to "
-            "make_private"
-        )
 
     def recalibrate_batch_norm(
         self, *, noise_multiplier: float | None = None, bound: float | None = None
@@ -629,27 +360,3 @@ class PrivacyEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is unty
             accountant=self.accountant,
             run=self._run_of(module, optimizer),
         )
-
-    def _run_of(self, module: nn.Module, optimizer: DPOptimizer | None) -> Run | None:
-        for run in reversed(self._runs):
-            if run.optimizer is optimizer or unwrap(run.policy.root) is unwrap(module):
-                return run
-        return None
-
-
-def _warn_of_idle_policy(request: Request, run: Run) -> None:
-    if request.batch_norm is None or run.policy.layers or keeps_statistics(bare(request.module)):
-        return
-    warnings.warn(
-        "batch_norm= changes nothing: this model has no BatchNorm layer. If it had some, look who replaced "
-        "them (ModuleValidator.fix puts fresh GroupNorms there)",
-        stacklevel=users_level(),
-    )
-
-
-def _restore(parameters: list[tuple[nn.Parameter, torch.Tensor | None, set[str]]]) -> None:
-    """Give parameters their gradients back, and take off what was hung on them since."""
-    for p, grad, names in parameters:
-        p.grad = grad
-        for name in set(vars(p)) - names:
-            delattr(p, name)

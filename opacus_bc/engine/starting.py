@@ -1,0 +1,88 @@
+"""From a request to a run: all of it is set up, or nothing is different."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from opacus_bc.batch_norm.choices import keeps_statistics
+from opacus_bc.engine.batch import build_batch
+from opacus_bc.engine.book_keeping import build_book_keeping
+from opacus_bc.engine.booking import check_protected
+from opacus_bc.engine.individual import build_individual
+from opacus_bc.engine.reports import warn_at_start
+from opacus_bc.engine.request import Request
+from opacus_bc.engine.run import Run
+from opacus_bc.mechanism.noise import SecureNoise
+from opacus_bc.mechanism.warn import users_level
+from opacus_bc.parallel.wrappers import bare
+
+
+def start(request: Request, accountant: Any, noise: SecureNoise | None, earlier: Sequence[Run]) -> Run:
+    """Set a run up.
+
+    **Formal guarantee**: if it raises, module, optimizer, accountant and data loader are what they were.
+
+    Args:
+        request: What is asked for.
+        accountant: Who will be told of its steps.
+        noise: The cryptographic source, in secure mode.
+        earlier: The runs that the same accountant counts already.
+    """
+    build = build_individual
+    if request.batch or request.book_keeping:
+        build = build_batch if request.batch else build_book_keeping
+    with ExitStack() as undo:
+        undo.callback(_restore, [(p, p.grad, set(vars(p))) for p in request.module.parameters()])
+        run = build(request, accountant, noise, undo)
+        for guest in run.guests:
+            undo.callback(guest.remove)
+        check_protected(accountant, run.plan, [other.plan for other in earlier])
+        _warn_of_idle_policy(request, run)
+        _warn_of_others(run, earlier)
+        warn_at_start(run)
+        undo.pop_all()
+    run.optimizer.licence.take_over(run.policy.keeper.after_step)
+    return run
+
+
+def _restore(parameters: list[tuple[nn.Parameter, torch.Tensor | None, set[str]]]) -> None:
+    """Give parameters their gradients back, and take off what was hung on them since."""
+    for p, grad, names in parameters:
+        p.grad = grad
+        for name in set(vars(p)) - names:
+            delattr(p, name)
+
+
+def _warn_of_idle_policy(request: Request, run: Run) -> None:
+    if request.batch_norm is None or run.policy.layers or keeps_statistics(bare(request.module)):
+        return
+    warnings.warn(
+        "batch_norm= changes nothing: this model has no BatchNorm layer. If it had some, look who replaced "
+        "them (ModuleValidator.fix puts fresh GroupNorms there)",
+        stacklevel=users_level(),
+    )
+
+
+def _warn_of_others(run: Run, earlier: Sequence[Run]) -> None:
+    """Say where epsilon will add up what are other people's data, or miss what another engine counts."""
+    if earlier and earlier[-1].data_loader.dataset is not run.data_loader.dataset:
+        warnings.warn(
+            "this engine has accounted another data set object before, and its epsilon adds both up. "
+            "That is right where people are in both (folds of one data set); use a new PrivacyEngine for "
+            "the data of other people",
+            stacklevel=users_level(),
+        )
+    former = run.optimizer.licence.holder()
+    own = [other.optimizer.licence for other in earlier]
+    if former is not None and former.steps_taken and former not in own:
+        warnings.warn(
+            f"another PrivacyEngine has made {former.steps_taken} steps with this optimizer, and this "
+            "one does not count them: go on with that engine, or start with a new model and optimizer",
+            stacklevel=users_level(),
+        )
