@@ -152,7 +152,7 @@ def affine_gradients(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor)
     _, *found = torch.ops.aten.native_group_norm_backward(
         grad.reshape(1, count, -1),
         x.reshape(1, count, -1),
-        *(each[:, None].expand(rows, channels, pieces).reshape(1, count) for each in (mean, inverse_std)),
+        *(_for_all(each, rows, pieces) for each in (mean, inverse_std)),
         None,
         1,
         count,
@@ -164,6 +164,13 @@ def affine_gradients(x: Tensor, grad: Tensor, mean: Tensor, inverse_std: Tensor)
     if pieces == 1:
         return into_weight.squeeze(2), into_bias.squeeze(2)
     return into_weight.sum(2), into_bias.sum(2)
+
+
+def _for_all(constants: Tensor, rows: int, pieces: int) -> Tensor:
+    """Every channel's constant for each piece of it, row after row."""
+    if pieces > 1:
+        constants = constants.repeat_interleave(pieces)
+    return constants.repeat(1, rows)
 
 
 def _pieces(places: int) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from opacus_bc.draws.sources import draws_of_users, make_draws
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.release import check_private_rows
-from opacus_bc.engine.request import Request
+from opacus_bc.engine.request import Request, check_held
 from opacus_bc.engine.run import Guest, Run
 from opacus_bc.mechanism.blocks import noise_against_individual_clipping
 from opacus_bc.mechanism.names import type_name
@@ -149,6 +148,4 @@ def _check_module(module: nn.Module, optimizer: optim.Optimizer) -> None:
             f"clipping='batch' adds the ranks' gradients up itself, which {type_name(module)} does not know: "
             "wrap the plain module in torch.nn.parallel.DistributedDataParallel instead"
         )
-    own = set(module.parameters())
-    if any(p not in own for p in chain.from_iterable(g["params"] for g in optimizer.param_groups)):
-        raise ValueError("optimizer holds parameters that are not module's: build it on module.parameters()")
+    check_held(module, optimizer)

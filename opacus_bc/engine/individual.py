@@ -212,8 +212,8 @@ def _policy(request: Request) -> BatchNormPolicy:
     mode = request.mode
     if policy.layers and (mode not in ("hooks", "ghost") or not request.batch_first):
         raise ValueError(
-            f"BatchNorm under individual clipping needs grad_sample_mode 'hooks' or 'ghost' and "
-            f"batch_first=True, got {mode!r} and {request.batch_first}"
+            "BatchNorm under individual clipping needs grad_sample_mode 'bk' (the default), 'hooks' or "
+            f"'ghost', and batch_first=True, got {mode!r} and {request.batch_first}"
         )
     if policy.layers and data_parallel(request.module) is not None:
         raise ValueError(

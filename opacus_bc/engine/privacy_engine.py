@@ -146,7 +146,7 @@ class PrivacyEngine(AccountedEngine):
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if noise_multiplier == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=users_level())
-        run = start(request, self.accountant, self._secure_noise, self._runs)
+        run = start(request, self.accountant, self._secure_noise, self._runs, self.dataset)
         self.dataset = data_loader.dataset
         self._runs.append(run)
         if self._limit is not None:

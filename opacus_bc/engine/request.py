@@ -305,6 +305,7 @@ class Request:
             )
         if (reason := why_not_recorded(self.module)) is not None:
             raise ValueError(reason)
+        check_held(self.module, self.inner_optimizer)
 
     def _check_alc(self) -> None:
         if self.config is None:
@@ -351,6 +352,16 @@ def why_not_recorded(module: nn.Module) -> str | None:
             f"grad_sample_mode='bk' does not support {type_name(module)}: use torch's DistributedDataParallel"
         )
     return COMPILED if is_compiled(module) else None
+
+
+def check_held(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Refuse an optimizer over another model's parameters, or over a head that was replaced since."""
+    own = set(module.parameters())
+    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer holds parameters that are not module's: build it on module.parameters(), after layers "
+            "were replaced"
+        )
 
 
 def _refuse_unknown(unknown: Iterable[str]) -> None:

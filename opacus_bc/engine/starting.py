@@ -23,7 +23,9 @@ from opacus_bc.mechanism.warn import users_level
 from opacus_bc.parallel.wrappers import bare
 
 
-def start(request: Request, accountant: Any, noise: SecureNoise | None, earlier: Sequence[Run]) -> Run:
+def start(
+    request: Request, accountant: Any, noise: SecureNoise | None, earlier: Sequence[Run], dataset: Any
+) -> Run:
     """Set a run up.
 
     **Formal guarantee**: if it raises, module, optimizer, accountant and data loader are what they were.
@@ -33,6 +35,7 @@ def start(request: Request, accountant: Any, noise: SecureNoise | None, earlier:
         accountant: Who will be told of its steps.
         noise: The cryptographic source, in secure mode.
         earlier: The runs that the same accountant counts already.
+        dataset: The data set that was accounted last, or None.
     """
     build = build_individual
     if request.batch or request.book_keeping:
@@ -44,7 +47,7 @@ def start(request: Request, accountant: Any, noise: SecureNoise | None, earlier:
             undo.callback(guest.remove)
         check_protected(accountant, run.plan, [other.plan for other in earlier])
         _warn_of_idle_policy(request, run)
-        _warn_of_others(run, earlier)
+        _warn_of_others(run, earlier, dataset)
         warn_at_start(run)
         undo.pop_all()
     run.optimizer.licence.take_over(run.policy.keeper.after_step)
@@ -69,9 +72,9 @@ def _warn_of_idle_policy(request: Request, run: Run) -> None:
     )
 
 
-def _warn_of_others(run: Run, earlier: Sequence[Run]) -> None:
+def _warn_of_others(run: Run, earlier: Sequence[Run], dataset: Any) -> None:
     """Say where epsilon will add up what are other people's data, or miss what another engine counts."""
-    if earlier and earlier[-1].data_loader.dataset is not run.data_loader.dataset:
+    if dataset is not None and dataset is not run.data_loader.dataset:
         warnings.warn(
             "this engine has accounted another data set object before, and its epsilon adds both up. "
             "That is right where people are in both (folds of one data set); use a new PrivacyEngine for "

@@ -124,9 +124,10 @@ def coefficients_of_norms(
     for block in blocks:
         part = norms[start : start + len(block.names)]
         start += len(block.names)
-        factors = torch.tensor(block.factors, dtype=torch.float64, device=device)
         stacked = torch.stack([each.to(device) for each in part])
-        norm = torch.linalg.vector_norm(stacked * (factors[:, None] * scale), dim=0)
+        if any(factor != 1.0 for factor in block.factors):
+            stacked *= torch.tensor(block.factors, dtype=torch.float64, device=device)[:, None]
+        norm = torch.linalg.vector_norm(stacked, dim=0) * scale
         limit = block.clip_bound * (1.0 - _NORM_MARGIN)
         finite &= norm <= limit * _LONGEST  # which NaN is not
         coefficients.append(torch.where(norm > limit, limit / norm, 1.0) * scale)

@@ -6,6 +6,7 @@ kinds differ in how a delivered batch becomes clipped vectors; nothing else move
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,6 +26,7 @@ from opacus_bc.mechanism.noise import NoiseSource
 from opacus_bc.mechanism.numbers import check_positive
 from opacus_bc.mechanism.precision import in_full_precision
 from opacus_bc.mechanism.rules import ClipRule
+from opacus_bc.mechanism.warn import users_level
 from opacus_bc.optimizers.licence import Licence
 from opacus_bc.optimizers.rates import RateWatch
 
@@ -319,6 +321,12 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         """Called by Opacus's BatchMemoryManager before it fetches a chunk."""
         self.ledger.announce_chunk(ends_set=not do_skip)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the torch optimizer's state. It has no record of epsilon, and a warning says so."""
+        if state_dict.get("state") and self.steps_taken == 0:
+            warnings.warn(NO_EPSILON, stacklevel=users_level())
+        super().load_state_dict(state_dict)
+
     def held_parameters(self) -> list[nn.Parameter]:
         """All parameters of the torch optimizer inside, also those that are frozen now."""
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -361,6 +369,12 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
                 for name, factor in zip(block.names, block.factors, strict=True)
             },
         )
+
+
+NO_EPSILON = (
+    "the state that was loaded comes from earlier steps, which this engine's epsilon does not count. If they "
+    "used these private data, resume by engine.save_checkpoint and engine.load_checkpoint: they keep epsilon"
+)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -210,7 +210,7 @@ def test_public_data_that_is_private_is_refused_before_anything_changes(clipping
 
 @pytest.mark.parametrize("mode", ["functorch", "ew"])
 def test_grad_sample_modes_that_cannot_serve_batch_norm_are_refused(mode: str) -> None:
-    with pytest.raises(ValueError, match="'hooks' or 'ghost'"):
+    with pytest.raises(ValueError, match=r"'bk' .the default., 'hooks' or 'ghost'"):
         make_private(network(), clipping="flat", batch_norm=PUBLIC, grad_sample_mode=mode)
 
 

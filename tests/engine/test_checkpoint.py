@@ -554,3 +554,27 @@ def test_a_failed_write_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError, match="no space"):
         training.save(tmp_path / "run.pt")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [{}, {"grad_sample_mode": "hooks"}, {"clipping": "batch"}])
+def test_a_torch_state_that_comes_without_its_epsilon_warns(arguments: dict[str, Any]) -> None:
+    def training() -> tuple[Any, Any, Any]:
+        model = mlp()
+        return engine().make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            data_loader=DataLoader(blobs(16), batch_size=8),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            **arguments,
+        )
+
+    model, optimizer, loader = training()
+    fresh = training()[1]
+    fresh.load_state_dict(optimizer.state_dict())  # of no steps: nothing is lost
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        optimizer.step()
+    with pytest.warns(UserWarning, match=r"earlier steps, which this engine's epsilon does not count"):
+        fresh.load_state_dict(optimizer.state_dict())

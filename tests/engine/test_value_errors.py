@@ -14,7 +14,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from support import blobs, engine, mlp, weights
 from torch import nn, optim
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from opacus_bc.draws.ledger import NoFreshBatchError
 
@@ -228,3 +228,24 @@ def test_a_step_without_a_fresh_batch_is_a_value_error_and_a_runtime_error(clipp
     for kind in (NoFreshBatchError, RuntimeError, ValueError):
         with pytest.raises(kind):
             optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"grad_sample_mode": "bk"}, {"grad_sample_mode": "hooks"}, {"clipping": "batch"}]
+)
+def test_an_optimizer_over_a_head_that_was_replaced_is_a_value_error(arguments: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model(torch.randn(8, 3))  # BatchNorm has statistics that can be frozen
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    model[2] = nn.Linear(4, 3)
+    data = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(ValueError, match="parameters"):
+        engine().make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(data, batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            batch_norm="frozen",
+            **arguments,
+        )

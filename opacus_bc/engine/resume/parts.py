@@ -69,7 +69,7 @@ class Parts:
         self.accountant.load_state_dict(content["privacy_accountant_state_dict"])
         held = content.get("optimizer_state_dict")
         if self.optimizer is not None and held:
-            self.optimizer.load_state_dict(held)
+            _torchs(self.optimizer).load_state_dict(held)
         elif (self.optimizer is None) == bool(held):
             has, passed = ("an", "no") if held else ("no", "an")
             _warn_of_mismatch(f"{has} optimizer", f"{passed} optimizer")
@@ -97,7 +97,7 @@ class Parts:
             self.module.load_state_dict(module)
             self.accountant.history = history
             if optimizer is not None:
-                optimizer.load_state_dict(inner)
+                _torchs(optimizer).load_state_dict(inner)
             if run is not None and before is not None:
                 load_run_state(run, state)
                 run.policy.put_back(before)
@@ -130,3 +130,8 @@ def _named_as_in(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, 
 def _scheduler_state(scheduler: Any) -> dict[str, Any]:
     """The scheduler's state without its functions, which a checkpoint cannot hold and a script has anyway."""
     return {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
+
+
+def _torchs(optimizer: Any) -> Any:
+    """The torch optimizer inside: the private one warns of states that come without their steps' epsilon."""
+    return getattr(optimizer, "original_optimizer", optimizer)

@@ -5,7 +5,7 @@ A pass is evidence and no proof: the rows are those of this batch, and rules tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,13 @@ def check_exactness(
         BookKeepingError: They differ: no per-sample gradient of this model can be trusted.
     """
     few = min(_ROWS, rows)
+    lengths = set(_lengths((tuple(args), dict(kwargs))))
+    if lengths and rows not in lengths:
+        raise BookKeepingError(
+            f"the model was called with {min(lengths)} rows, and the loader has delivered a batch of {rows} "
+            "samples: call it once on the whole batch. To use smaller pieces iterate over "
+            "opacus_bc.BatchMemoryManager's loader; rows that are no samples need clipping='batch'"
+        )
     first, second = (_cut((tuple(args), dict(kwargs)), rows, few) for _ in range(2))  # a forward may write
     trained = [p for p in names if p.requires_grad and p.grad is None]
     book = Book(names, lambda: trained, _FewRows(few), instantiate=instantiate, quiet=True)
@@ -136,6 +143,17 @@ def _cut(value: Any, rows: int, few: int) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_cut(each, rows, few) for each in value)
     return value
+
+
+def _lengths(value: Any) -> Iterator[int]:
+    """How many rows the tensors among a model's arguments have."""
+    if isinstance(value, Tensor) and value.dim():
+        yield value.shape[0]
+    elif isinstance(value, Mapping):
+        yield from _lengths(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _lengths(each)
 
 
 def _outputs(value: Any) -> list[Tensor]:

@@ -164,3 +164,17 @@ def test_the_check_writes_into_no_input_and_no_gradient_of_one() -> None:
     wrapper(leaf)
     assert leaf.grad is None
     assert leaf.requires_grad
+
+
+def test_a_part_of_the_batch_is_refused_with_both_numbers() -> None:
+    model = mlp()
+    wrapper, optimizer, loader = private(model, poisson_sampling=False)
+    before = weights(model)
+    x, _ = next(iter(loader))
+    with pytest.raises(
+        BookKeepingError, match=r"called with 5 rows, and the loader has delivered a batch of 8"
+    ):
+        wrapper(x[:5])
+    with pytest.raises(RuntimeError, match="no gradient"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
