@@ -229,14 +229,14 @@ def constants(
 ) -> Tensor:
     """BatchNorm with constants in the place of statistics."""
     w, b = book.plain(weight), book.plain(bias)
-    inverse = torch.rsqrt(var + eps)
+    inverse, dtype = torch.rsqrt(var + eps), input.dtype  # a function that held the input would keep it alive
     upstream: tuple[Upstream, ...] = () if layer is None else layer.upstream
 
     def normalised(x: Tensor) -> Tensor:
         return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
 
     def backward(grad: Tensor) -> Tensor:
-        return input_gradient(grad, w, inverse).to(input.dtype)
+        return input_gradient(grad, w, inverse).to(dtype)
 
     def note(grad: Tensor, *held: Tensor) -> None:
         into_weight = None

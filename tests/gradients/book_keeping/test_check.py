@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -178,3 +179,17 @@ def test_a_part_of_the_batch_is_refused_with_both_numbers() -> None:
     with pytest.raises(RuntimeError, match="no gradient"):
         optimizer.step()
     assert torch.equal(weights(model), before)
+
+
+def test_what_batch_norm_has_normalised_is_free_to_go_with_the_backward_pass() -> None:
+    """The loss holds the graph, which must not hold inputs as well."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    public = DataLoader(TensorDataset(torch.randn(16, 4), torch.zeros(16, dtype=torch.long)), batch_size=16)
+    wrapper, _, loader = private(model, batch_norm=PublicStatistics(loader=public), poisson_sampling=False)
+    seen: list[weakref.ref[Tensor]] = []
+    model[0].register_forward_hook(lambda *call: seen.append(weakref.ref(call[2])))
+    x, y = next(iter(loader))
+    loss = F.cross_entropy(wrapper(x), y)
+    loss.backward()
+    assert loss.grad_fn is not None
+    assert seen[-1]() is None
