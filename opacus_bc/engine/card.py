@@ -50,10 +50,24 @@ def _key(name: object) -> str:
 
 
 def write_card(path: str | os.PathLike[str], text: str, *, overwrite: bool) -> Path:
-    """Write a card into a file, or into README.md of a folder; an existing one stays unless told."""
+    """Write a card into a file, or into README.md of a folder; an existing one stays unless told.
+
+    Args:
+        path: A folder if there is one, or if the path ends with a slash, without a suffix or with that of a
+            version (``model-1.0``); otherwise a file. Folders that are missing are made.
+        text: The card.
+        overwrite: Whether an existing card is replaced.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        FileExistsError: The card exists, or a file is where a folder should be.
+    """
     target = Path(path)
-    if target.is_dir():
+    if _means_a_folder(os.fspath(path)):
         target = target / "README.md"
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with target.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)
@@ -62,3 +76,11 @@ def write_card(path: str | os.PathLike[str], text: str, *, overwrite: bool) -> P
             f"{target} exists already: pass overwrite=True to replace it, or another path"
         ) from None
     return target
+
+
+def _means_a_folder(path: str) -> bool:
+    target = Path(path)
+    if path.endswith(("/", os.sep)) or target.is_dir():
+        return True
+    ending = target.suffix.removeprefix(".")
+    return not target.exists() and (not ending or ending.isdigit())

@@ -11,7 +11,7 @@ from torch import optim
 from torch.utils.data import DataLoader
 
 from opacus_bc import UnprotectedStatisticsError
-from opacus_bc.engine.card import model_card
+from opacus_bc.engine.card import model_card, write_card
 
 
 def private(**kwargs: Any) -> Any:
@@ -47,6 +47,32 @@ def test_an_existing_card_stays_unless_told(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
     assert made.save_model_card(path, 1e-5, overwrite=True) == path
     assert path.read_text().startswith("---\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("folder", "folder/README.md"),
+        ("folder/", "folder/README.md"),
+        ("deep/er/model-1.0", "deep/er/model-1.0/README.md"),
+        ("deep/README.md", "deep/README.md"),
+        ("card.md", "card.md"),
+    ],
+)
+def test_folders_of_a_card_are_made(tmp_path: Path, given: str, written: str) -> None:
+    path = write_card(f"{tmp_path}/{given}", "a card", overwrite=False)
+    assert path == tmp_path / written
+    assert path.read_text() == "a card"
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        write_card(f"{tmp_path}/{given}", "another", overwrite=False)
+
+
+def test_a_card_goes_into_an_existing_file_without_a_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "CARD"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        write_card(path, "another", overwrite=False)
+    assert write_card(path, "another", overwrite=True) == path
 
 
 def test_no_card_is_written_for_statistics_that_leak(tmp_path: Path) -> None:
