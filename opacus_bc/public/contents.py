@@ -36,20 +36,25 @@ def check_contents(public_loader: Loader, private_loader: Loader) -> None:
     Raises:
         PublicDataError: Says how many of the public samples looked at are private ones.
     """
-    if isinstance(public_loader.dataset, IterableDataset):
-        return
-    public = list(_contents(public_loader, rows=_PUBLIC_ROWS, items=_PUBLIC_ITEMS))
-    if not public:
-        return
-    private = set(_contents(private_loader, rows=_PRIVATE_ROWS, items=_PRIVATE_ITEMS))
-    shared = sum(content in private for content in public)
+    shared, looked_at = count_shared(public_loader, private_loader)
     if shared:
         raise PublicDataError(
-            f"{shared} of {len(public)} public samples that were looked at are equal to private ones, byte "
+            f"{shared} of {looked_at} public samples that were looked at are equal to private ones, byte "
             "by byte: looking at them without noise would not be covered. Split the data first, for instance "
             "with torch.utils.data.random_split. If they are different people with equal records, pass "
             "compare_public=False to make_private"
         )
+
+
+def count_shared(public_loader: Loader, private_loader: Loader) -> tuple[int, int]:
+    """How many of the public samples that are looked at are private ones, and how many are looked at."""
+    if isinstance(public_loader.dataset, IterableDataset):
+        return 0, 0
+    public = list(_contents(public_loader, rows=_PUBLIC_ROWS, items=_PUBLIC_ITEMS))
+    if not public:
+        return 0, 0
+    private = set(_contents(private_loader, rows=_PRIVATE_ROWS, items=_PRIVATE_ITEMS))
+    return sum(content in private for content in public), len(public)
 
 
 def _contents(loader: Loader, *, rows: int, items: int) -> Iterator[int]:

@@ -44,7 +44,7 @@ def compare(
     epochs: int | None = None,
     tune: bool = False,
     out: Path | None = None,
-    data: Path = Path("data"),
+    data: Path | None = None,
     download: bool = False,
     jobs: int | None = None,
     costs: bool = True,
@@ -61,12 +61,15 @@ def compare(
 
     Args:
         dataset: digits (embedded), mnist, fashion-mnist, cifar10, a folder of images, one subfolder a class,
-            or a CSV file of numbers (with --target). A tenth of the training samples, drawn at random, serves
-            as public data and is not protected.
+            or a CSV file of numbers (with --target). A folder with subfolders train and test, each with one
+            subfolder a class, is taken as it is split; of any other a sixth, drawn at random, is held out as
+            test images. A tenth of the training samples, drawn at random, serves as public data and is not
+            protected; the rest is private.
         model: smallnet, bn_lenet5, convnet, resnet18, mlp (for CSV files), timm:NAME (with --weights), or
             package.module:factory of your own. Default: what suits the data.
         epsilon: the budget; several make several tables.
-        delta: the delta of the budget; auto takes the largest power of ten below 1/(private samples).
+        delta: the delta of the budget; auto takes the largest power of ten below 2/(3N), N being the number
+            of private samples.
         methods: which ones, by name or group; no-dp is always among them. IC clips the gradient of every
             sample, BC that of the batch, GBC those of mini-sets of s samples; ALC gives every layer a bound.
             Default: those marked *. Those marked w need --weights, with which there are other defaults.
@@ -76,7 +79,8 @@ def compare(
             tuning on private data is not accounted. With --weights it takes public images alone: three
             learning rates each, in one epoch with the noise of the largest budget.
         out: folder for results and report. Default: runs/compare-DATASET.
-        data: folder with the data set's files.
+        data: folder with the files of mnist, fashion-mnist or cifar10; your own images go to --dataset.
+            Default: data.
         download: let torchvision download what is missing.
         jobs: processes, with one thread each. Default: one for each core.
         costs: measure time and memory relative to plain SGD; --no-costs leaves them out.

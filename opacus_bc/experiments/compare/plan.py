@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from opacus_bc.accounting import noise_multiplier
 from opacus_bc.accounting.display import objection_to_delta
@@ -34,10 +35,12 @@ from opacus_bc.experiments.training.methods import (
     Train,
     select,
 )
+from opacus_bc.experiments.training.pretrained import check_start
 from opacus_bc.experiments.training.store import Store
 from opacus_bc.experiments.training.tables import is_table
 from opacus_bc.experiments.training.timm_networks import TIMM
 from opacus_bc.mechanism.fingerprint import fingerprint as nested_fingerprint
+from opacus_bc.public.contents import count_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +192,14 @@ def make_plan(
         sys.path.insert(0, os.getcwd())  # where a user's own module is looked for; workers inherit it
     models.find_factory(model or preset.model)  # a wrong name is told before a data set is read
     found = limited(source.load(), images.limit)
+    if found.public_apart:
+        _check_public(images, found)
     _check_model(model or preset.model, found, image_size=source.image_size)
     own_data = source.dataset not in NAMES
     content = fingerprint(
         found if own_data else None, model if model is not None and ":" in model else None, start.weights
     )
-    store.check_writable()
-    return Plan(
+    plan = Plan(
         source=source,
         preset=preset,
         model=model or preset.model,
@@ -212,6 +216,22 @@ def make_plan(
         limit=images.limit,
         private_size=len(found.private),
     )
+    # Once, and not in every cell. What one method makes of the network the others make of it too.
+    check_start(plan.cell(BASELINE, None, preset.setting(BASELINE), 0), found)
+    store.check_writable()
+    return plan
+
+
+def _check_public(images: Images, found: Data) -> None:
+    """Compare the folders, whether or not any method looks at the public one."""
+    shared, looked_at = count_shared(DataLoader(found.public), DataLoader(found.private))
+    if shared:
+        raise ValueError(
+            f"--public {images.public}: {shared} of {looked_at} of its images that were looked at are "
+            f"private ones of --dataset {images.dataset}, byte by byte, and public images are not protected. "
+            "Take them out of one of the folders, or leave --public out: then a tenth of the training images "
+            "is cut off as public"
+        )
 
 
 def _check_model(model: str, found: Data, *, image_size: int | None = None) -> None:

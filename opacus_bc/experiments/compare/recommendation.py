@@ -13,6 +13,7 @@ FACTOR = 2.0
 VERY_SURE = 4.0
 # Times are measured on a machine that does other things too: smaller ratios are not told.
 CHEAPER = 1.25
+DEFAULTS = "defaults and not tuned"
 
 
 def recommend(
@@ -34,7 +35,10 @@ def recommend(
     for row in rows:
         if row.budget is not None and row.protected and row.epsilon is not None:
             groups.setdefault((row.budget, row.adjacency), []).append(row)
-    texts = [_paragraph(members, plain) for members in groups.values()]
+    settings = "" if tuned else DEFAULTS
+    if tuned_on_public:
+        settings = "defaults, which a search on public images leaves alone"
+    texts = [_paragraph(members, plain, settings) for members in groups.values()]
     if len({adjacency for _, adjacency in groups}) > 1:
         texts.append(
             "Epsilon means something else under another adjacency, so methods of different adjacencies are "
@@ -45,7 +49,7 @@ def recommend(
     return texts or ["No private method was compared, so there is nothing to recommend."]
 
 
-def _paragraph(members: Sequence[Row], plain: Row | None) -> str:
+def _paragraph(members: Sequence[Row], plain: Row | None, settings: str) -> str:
     ranked = sorted(members, key=lambda row: -row.mean)
     best = ranked[0]
     budget = f"At ε = {best.budget:g}, δ = {best.delta:g} ({best.adjacency})"
@@ -57,8 +61,7 @@ def _paragraph(members: Sequence[Row], plain: Row | None) -> str:
         )
     parts = [f"{budget} use **{best.title}**: {_figure(best)}.", _certainty(ranked)]
     if plain is not None:
-        cost = f"costs {_points(plain, best)} points" if plain.mean > best.mean else "costs no accuracy here"
-        parts.append(f"Privacy {cost}: without it {_figure(plain)}.")
+        parts.append(_price(plain, best, settings))
     if best.time is not None:
         parts.append(f"An epoch takes {_cost(best)}.")
     if best.family == "individual":
@@ -71,6 +74,27 @@ def _paragraph(members: Sequence[Row], plain: Row | None) -> str:
             f"{', '.join(lost)}."
         )
     return " ".join(parts)
+
+
+def _price(plain: Row, best: Row, settings: str) -> str:
+    """What privacy costs; a run without it that is clearly below a private one is no measure of that.
+
+    Args:
+        plain: Without privacy.
+        best: With it.
+        settings: What those of ``plain`` are, unless they were searched for.
+    """
+    without = f"without it {_figure(plain)}"
+    if plain.mean > best.mean:
+        return f"Privacy costs {_points(plain, best)} points: {without}."
+    if separation(best, plain) < FACTOR:
+        return f"Privacy costs no accuracy that these runs can show: {without}."
+    said = f" (its settings are {settings})" if settings else ""
+    advice = "--tune or more --epochs" if settings == DEFAULTS else "more --epochs"
+    return (
+        f"What privacy costs is not known here: {without}, which is below a private run. The baseline is "
+        f"probably undertrained{said}; {advice} may tell."
+    )
 
 
 def _certainty(ranked: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from opacus_bc.accounting.events import check_count
 from opacus_bc.experiments.compare import presets
-from opacus_bc.experiments.training.data import Source
+from opacus_bc.experiments.training.data import EMBEDDED, NAMES, Source
 from opacus_bc.experiments.training.methods import Train
 from opacus_bc.experiments.training.tables import is_table
 from opacus_bc.experiments.training.timm_networks import TIMM
@@ -21,7 +21,7 @@ class Images:
 
     Attributes:
         dataset: A name that this package knows, a folder, or a CSV file.
-        data: Where the named data set's files are.
+        data: Where the named data set's files are; None is the folder ``data``.
         download: Whether torchvision may download what is missing.
         public: Folder of public images that go with a folder of private ones.
         limit: Training images that are used, public ones included.
@@ -29,7 +29,7 @@ class Images:
     """
 
     dataset: str
-    data: Path
+    data: Path | None = None
     download: bool = False
     public: Path | None = None
     limit: int | None = None
@@ -39,6 +39,10 @@ class Images:
         """Raise a ValueError that names the option."""
         if self.limit is not None:
             check_count("--limit", self.limit, 10)
+        own = is_table(self.dataset) or (self.dataset not in NAMES and Path(self.dataset).is_dir())
+        if self.data is not None and (own or self.dataset == EMBEDDED):
+            hint = "" if own else f"; to train on images of your own say --dataset {self.data}"
+            raise ValueError(f"--data {self.data}: --dataset {self.dataset} reads nothing there{hint}")
         if is_table(self.dataset) and self.target is None:
             raise ValueError(f"--dataset {self.dataset}: name its column of classes: --target COLUMN")
         if self.target is not None and not is_table(self.dataset):
@@ -102,7 +106,7 @@ def make_source(images: Images, start: FineTuning, folder: Path) -> Source:
     tuned = start.weights is not None
     return Source(
         dataset=presets.canonical(images.dataset),
-        root=images.data,
+        root=images.data or Path("data"),
         download=images.download,
         target=images.target or "",
         public=None if images.public is None else images.public.resolve(),

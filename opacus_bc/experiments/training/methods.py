@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -204,6 +205,18 @@ def select(names: Sequence[str], default: Sequence[str] = DEFAULT) -> list[Metho
     """
     unknown = [name for name in names if name not in METHODS and name not in GROUPS]
     if unknown:
-        raise ValueError(f"--methods {' '.join(unknown)}: not among {', '.join((*METHODS, *GROUPS))}")
+        raise ValueError(_unknown(unknown))
     wanted = {each for name in names or default for each in GROUPS.get(name, (name,))}
     return [method for name, method in METHODS.items() if name in wanted]
+
+
+def _unknown(names: Sequence[str]) -> str:
+    """One line with what was probably meant: names are separated by spaces, and some are nearly right."""
+    known = (*METHODS, *GROUPS)
+    pieces = [piece for name in names for piece in name.split(",") if piece]
+    guesses = [get_close_matches(piece, known, n=1) for piece in pieces]
+    if all(guesses):
+        hint = f"did you mean --methods {' '.join(guess for (guess,) in guesses)}?"
+        hint += " Spaces separate names." if any("," in name for name in names) else ""
+        return f"--methods {' '.join(names)}: {hint} There are {', '.join(known)}"
+    return f"--methods {' '.join(names)}: not among {', '.join(known)}"

@@ -7,8 +7,9 @@ file beside the results and trained on like any other data set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def start(cell: Cell, data: Data) -> tuple[nn.Module, Data]:
     return trained, _part(_standardised(data) if _head_only(cell) else data, cell)
 
 
+def check_start(cell: Cell, data: Data) -> None:
+    """See that the weights fit and that the network can be cut, without computing any features.
+
+    Raises:
+        ValueError: As in `start`.
+    """
+    if cell.weights and data.weights is not None:
+        _cut(_network(cell, data.weights, data.num_classes), cell)
+
+
 def trained_parameters(cell: Cell, model: nn.Module) -> list[nn.Parameter]:
     """What the optimizer of a cell holds; the rest of the model is frozen here and costs nothing."""
     which = cell.method.train or cell.train
@@ -115,7 +126,10 @@ def _network(cell: Cell, weights: Path, num_classes: int) -> nn.Module:
     try:
         state: dict[str, Tensor] = torch.load(weights, weights_only=True)
     except Exception as error:  # a file of any kind fails in any way it likes
-        raise ValueError(f"--weights {weights}: not a state dict of tensors ({error})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"--weights {weights}: not a state dict of tensors ({reason})") from error
+    if not isinstance(state, Mapping):
+        raise ValueError(f"--weights {weights}: not a state dict of tensors ({type(state).__name__})")
     own = model.state_dict()
     ends = [entry for entry in own if entry.startswith(f"{name}.")]
     if any(entry in state and state[entry].shape != own[entry].shape for entry in ends):
@@ -123,7 +137,8 @@ def _network(cell: Cell, weights: Path, num_classes: int) -> nn.Module:
     try:
         answer = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise ValueError(f"--weights {weights}: does not fit {cell.model}: {error}") from error
+        reason = " ".join(str(error).split("\n\t")[:2])  # a heading, and the first of the tensors
+        raise ValueError(f"--weights {weights}: does not fit {cell.model}: {reason}") from error
     missing = [entry for entry in answer.missing_keys if entry not in ends]
     if missing or answer.unexpected_keys:
         raise ValueError(
@@ -174,7 +189,9 @@ def _cut(network: nn.Module, cell: Cell) -> tuple[list[nn.Module], nn.Module]:
     try:
         first = network.get_submodule(cell.train_from)
     except AttributeError as error:
-        raise ValueError(f"--train-from {cell.train_from}: {cell.model} has no such layer") from error
+        near = get_close_matches(cell.train_from, [name for name, _ in network.named_modules()], n=3)
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise ValueError(f"--train-from {cell.train_from}: {cell.model} has no such layer{hint}") from error
     whole: Any = getattr(network, "as_sequential", None)
     layers = list(network if isinstance(network, nn.Sequential) else whole() if whole is not None else ())
     places = [place for place, layer in enumerate(layers) if layer is first]

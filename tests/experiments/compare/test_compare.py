@@ -207,6 +207,9 @@ def test_tuning_tries_every_method_equally_often_and_says_that_it_is_not_account
         ("--delta 0", "delta=0"),
         ("--delta 1.5", "delta=1.5"),
         ("--methods bc nonsense", "--methods nonsense: not among no-dp, "),
+        ("--methods icfrozen", "--methods icfrozen: did you mean --methods ic-frozen? There are no-dp, "),
+        ("--methods bc,ic", "--methods bc,ic: did you mean --methods bc ic? Spaces separate names. There"),
+        ("--data .", "--data .: --dataset digits reads nothing there; to train on images of your own say"),
         ("--model resnet", "model 'resnet': not one of bn_lenet5"),
         ("--model nowhere:factory", "cannot import module 'nowhere'"),
         ("--model opacus_bc:missing", "module 'opacus_bc' has no 'missing'"),
@@ -434,6 +437,17 @@ def test_every_committed_result_is_found_by_the_command(path: Path) -> None:
     committed = {cell.name for cell in (path.parent / "cells").glob("*.json")}
     assert committed
     assert committed <= names
+
+
+def test_help_says_how_a_folder_is_split_and_which_delta_is_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "A folder with subfolders train and test" in shown
+    assert "a sixth, drawn at random, is held out as test images" in shown
+    assert "the largest power of ten below 2/(3N)" in shown
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,46 @@ def test_a_mistake_is_told_in_one_line_before_any_work(
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--train-from", "block3", "--train-from block3: timm:test_efficientnet has no such layer; near: "),
+        ("--weights", "resnet.pth", "resnet.pth: does not fit timm:test_efficientnet: Error(s)"),
+        ("--weights", "list.pth", "list.pth: not a state dict of tensors (list)"),
+        ("--weights", "text.pth", "text.pth: not a state dict of tensors ("),
+        ("--model", "timm:testefficientnet", "near: timm:test_efficientnet"),
+        ("--data", "pets", "--data pets: --dataset "),
+    ],
+)
+def test_a_wrong_start_is_told_once_before_any_training(
+    place: Path, option: str, value: str, said: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    torch.save(timm.create_model("test_resnet").state_dict(), "resnet.pth")
+    torch.save([torch.zeros(1)], "list.pth")
+    Path("text.pth").write_text("no weights")
+    assert cli.main(arguments(place, option, value, out="never")) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (place / "never").exists()
+
+
+@pytest.mark.parametrize("train", ["head", "norm+head"])
+def test_public_pictures_that_are_the_private_ones_are_refused_whoever_looks_at_them(
+    place: Path, train: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = str(place / "pets" / "train")
+    words = arguments(place, "--public", same, "--train", train, "--methods", "ic", out="never")
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert f"--public {same}: 40 of 40 of its images that were looked at are private ones of" in error
+    assert "leave --public out" in error
+    assert "make_private" not in error
+    assert not (place / "never").exists()
+
+
 def test_public_pictures_of_other_classes_are_refused(place: Path, tmp_path: Path) -> None:
     pictures(tmp_path / "birds", 2, 0, classes=("bird", "dog"))
     with pytest.raises(ValueError, match=r"has the classes \['bird', 'dog'\], the private images"):

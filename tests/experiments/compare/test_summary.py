@@ -159,11 +159,25 @@ def test_differences_are_those_of_the_figures_that_are_shown(a: float, b: float,
     if cost is not None:
         assert float(cost[1]) == pytest.approx(without - best, abs=1e-9)
     else:
-        assert "Privacy costs no accuracy here" in text
+        assert re.search("Privacy costs no accuracy that these runs can show|is not known here", text)
         assert without <= best
     less = re.search(r"gets (\d+\.\d) ± .*?, (\d+\.\d) points less", text)
     if less is not None:
         assert float(less[2]) == pytest.approx(best - float(less[1]), abs=1e-9)
+
+
+def test_a_baseline_clearly_below_a_private_run_is_called_undertrained() -> None:
+    plain = row("no privacy", 82.0, 83.0, family="plain", budget=None, epsilon=None, protected=False)
+    rows = [plain, row("one", 91.0, 91.2)]
+    text = recommend(rows, tuned=False)[0]
+    assert "without it 82.5 ± 0.7 % (2 seeds), which is below a private run" in text
+    assert "probably undertrained (its settings are defaults and not tuned); --tune or more --epochs" in text
+    assert "costs no accuracy" not in text
+    assert "probably undertrained; more --epochs may tell" in recommend(rows, tuned=True)[0]
+    on_public = recommend(rows, tuned=True, tuned_on_public=True)[0]
+    assert "leaves alone); more --epochs may tell" in on_public
+    near = recommend([plain, row("one", 82.4, 83.4)], tuned=False)[0]
+    assert "Privacy costs no accuracy that these runs can show: without it 82.5" in near
 
 
 def test_methods_too_close_to_call_are_not_called_equal() -> None:
