@@ -39,7 +39,8 @@ class SuggestedClipping:
     The suggestion is the **median** of the norms. Noise is in proportion to C, the signal to the mean of
     ``min(norm, C)``. So noise over signal falls with C, towards a least value for tiny C. At the median it is
     at most twice that value, because half of the clipped vectors have length C; and the other half keep their
-    own lengths. A larger C brings noise, a smaller one only bias.
+    own lengths. A larger C brings noise, a smaller one only bias. A learning rate that was chosen for another
+    C is to be divided by the ratio of the two: a step is in proportion to their product.
 
     Attributes:
         norms: Of the whole gradient, for every public vector that was measured, in ascending order.
