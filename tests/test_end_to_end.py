@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 README = Path(__file__).parents[1] / "README.md"
 PRETRAINED = '"tf_efficientnet_lite0", pretrained=True'  # weights that a test cannot download
+BATCH = "batch_size=1000"  # more than a test has
 SMALL = '"test_efficientnet", pretrained=False'
 
 
@@ -23,9 +24,11 @@ def test_the_readme_example_runs_and_keeps_its_promises():
     assert PRETRAINED in code
     assert len(code.splitlines()) <= 20
     images = TensorDataset(torch.randn(60, 3, 32, 32), torch.randint(0, 10, (60,)))
-    names: dict[str, object] = {"loader": DataLoader(images, batch_size=20)}
-    exec(compile(code.replace(PRETRAINED, SMALL), "README.md", "exec"), names)
+    assert BATCH in code
+    names: dict[str, object] = {"private": images}
+    exec(compile(code.replace(PRETRAINED, SMALL).replace(BATCH, "batch_size=20"), "README.md", "exec"), names)
     engine, released = names["engine"], names["released"]
+    assert not released.training
     assert 0.999 * 8.0 <= engine.get_epsilon(1e-5) <= 8.0
     plain = timm.create_model("test_efficientnet", num_classes=10)
     assert [type(layer) for layer in released.modules()] == [type(layer) for layer in plain.modules()]
