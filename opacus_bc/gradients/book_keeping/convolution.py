@@ -55,6 +55,8 @@ class Convolution:
 
     def weight_gradient(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """The gradient of the batch's weight, as plain SGD computes it."""
+        if self.groups > 1 and x.dtype == torch.float64:  # torch is wrong for some layouts (2.15)
+            x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
         found: Tensor = torch.ops.aten.convolution_backward(
             grad,
             x,

@@ -235,7 +235,11 @@ def constants(
     def normalised(x: Tensor) -> Tensor:
         return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
 
+    version = None if w is None else w._version
+
     def backward(grad: Tensor) -> Tensor:
+        if w is not None and w._version != version:
+            raise BookKeepingError("the weight of a BatchNorm was changed between forward and backward pass")
         return input_gradient(grad, w, inverse).to(dtype)
 
     def note(grad: Tensor, *held: Tensor) -> None:

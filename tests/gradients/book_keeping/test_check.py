@@ -193,3 +193,15 @@ def test_what_batch_norm_has_normalised_is_free_to_go_with_the_backward_pass() -
     loss.backward()
     assert loss.grad_fn is not None
     assert seen[-1]() is None
+
+
+def test_a_batch_norm_weight_that_changes_before_the_backward_pass_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    public = DataLoader(TensorDataset(torch.randn(16, 4), torch.zeros(16, dtype=torch.long)), batch_size=16)
+    wrapper, _, loader = private(model, batch_norm=PublicStatistics(loader=public), poisson_sampling=False)
+    x, y = next(iter(loader))
+    loss = F.cross_entropy(wrapper(x), y)
+    with torch.no_grad():
+        model[1].weight.mul_(3.0)
+    with pytest.raises(BookKeepingError, match="changed between forward and backward"):
+        loss.backward()

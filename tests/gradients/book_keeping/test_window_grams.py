@@ -135,3 +135,13 @@ def test_an_empty_batch_has_no_norms() -> None:
     x, grad, weight = torch.zeros(0, 2, 5), torch.zeros(0, 3, 5), torch.zeros(3, 2, 3)
     assert shape.squares(x, grad)[0].shape == (0,)
     assert shape.sample_gradients(x, grad, weight).shape == (0, 3, 2, 3)
+
+
+def test_weight_gradients_of_groups_do_not_depend_on_how_inputs_lie_in_memory() -> None:
+    """Torch 2.15 is wrong for this layout in float64: norms were right, and what was released was not."""
+    shape = Convolution(kernel=(2, 1), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=2)
+    x = torch.randn(3, 5, 6, dtype=torch.float64).transpose(1, 2).unsqueeze(-1)
+    weight = torch.randn(6, 3, 2, 1, dtype=torch.float64).to(memory_format=torch.channels_last)
+    grad = torch.randn_like(shape.forward(x.contiguous(), weight.contiguous()))
+    expected = per_sample(shape, x.contiguous(), grad, weight.contiguous()).sum(0)
+    torch.testing.assert_close(shape.weight_gradient(x, grad, weight), expected, check_stride=False)
