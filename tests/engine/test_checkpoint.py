@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import opacus
 import pytest
 import torch
@@ -578,3 +579,23 @@ def test_a_torch_state_that_comes_without_its_epsilon_warns(arguments: dict[str,
         optimizer.step()
     with pytest.warns(UserWarning, match=r"earlier steps, which this engine's epsilon does not count"):
         fresh.load_state_dict(optimizer.state_dict())
+
+
+def test_a_learning_rate_of_numpys_type_is_saved_so_that_it_can_be_read(tmp_path: Path) -> None:
+    def training() -> tuple[Any, ...]:
+        model, maker = mlp(), engine()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        return maker, *maker.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(blobs(16), batch_size=8),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+    maker, model, optimizer, _ = training()
+    optimizer.param_groups[0]["lr"] = np.float64(0.025)
+    maker.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    maker, model, optimizer, _ = training()
+    maker.load_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.025

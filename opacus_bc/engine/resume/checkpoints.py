@@ -65,11 +65,12 @@ class Checkpoints:
         torch_save_kwargs: Mapping[str, Any],
     ) -> None:
         """Write a checkpoint; see :meth:`opacus_bc.PrivacyEngine.save_checkpoint`."""
-        plain = {**extra, **parts.plain_state()}
-        files.check_plain(plain)
+        plain = files.plain_numbers({**extra, **parts.plain_state()})
+        held = None if parts.optimizer is None else files.plain_numbers(parts.optimizer.state_dict())
+        files.check_plain(plain if held is None else {**plain, "optimizer's groups": held["param_groups"]})
         content = {**plain, "module_state_dict": module_state}
-        if parts.optimizer is not None:
-            content["optimizer_state_dict"] = parts.optimizer.state_dict()
+        if held is not None:
+            content["optimizer_state_dict"] = held
         self._renew_identity(parts.accountant)
         own = {"run": None if parts.run is None else run_state(parts.run), "engine": self._identity}
         content = files.sealed(content, own)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from opacus_bc.mechanism.fingerprint import fingerprint
@@ -33,6 +34,19 @@ def sealed(content: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     own = {"format": FORMAT, "id": secrets.token_hex(16), **own}
     whole = {**content, KEY: own}
     return {**whole, KEY: {**own, "sha256": fingerprint(whole)}}
+
+
+def plain_numbers(value: Any) -> Any:
+    """Containers with Python's numbers in the place of numpy's, which learning rates often are.
+
+    >>> plain_numbers({"lr": np.float64(0.5), "betas": (np.float32(1), 2)})
+    {'lr': 0.5, 'betas': (1.0, 2)}
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: plain_numbers(each) for key, each in value.items()}
+    return type(value)(map(plain_numbers, value)) if type(value) in (list, tuple) else value
 
 
 def check_plain(content: Mapping[str, Any]) -> None:
