@@ -74,8 +74,8 @@ def check_exactness(
     lengths = set(_lengths((tuple(args), dict(kwargs))))
     if lengths and rows not in lengths:
         raise BookKeepingError(
-            f"the model was called with {min(lengths)} rows, and the loader has delivered a batch of {rows} "
-            "samples: call it once on the whole batch. To use smaller pieces iterate over "
+            f"the model was called with {min(lengths)} rows for a batch of {rows} samples that the loader "
+            "delivered: call it once on the whole batch. To use smaller pieces iterate over "
             "opacus_bc.BatchMemoryManager's loader; rows that are no samples need clipping='batch'"
         )
     first, second = (_cut((tuple(args), dict(kwargs)), rows, few) for _ in range(2))  # a forward may write
