@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--delta", type=float, default=1e-4)
     parser.add_argument("--backend", help="of torch.compile, with --clipping batch; none: not compiled")
-    parser.add_argument("--bfloat16", action="store_true", help="autocast the forward pass")
+    parser.add_argument("--bfloat16", action="store_true", help="autocast the forward pass (batch clipping)")
     config = parser.parse_args()
 
     torch.manual_seed(0)

@@ -62,6 +62,7 @@ class BookKeepingOptimizer(ClippedSumOptimizer):
     def _check_gradients(self, draw: OpenDraw, delivery: Delivery) -> None:
         if set(self.params) != set(draw.params):
             raise RuntimeError(THAWED)
+        self._refuse_half_precision_of_a_mean(self._book.dtypes)
         self._entries = self._book.read(draw.params)
 
     def _accumulate(self, draw: OpenDraw, delivery: Delivery) -> None:

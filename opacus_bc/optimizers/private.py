@@ -7,7 +7,7 @@ kinds differ in how a delivered batch becomes clipped vectors; nothing else move
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from opacus_bc.alc.adaptive import AdaptiveClipping
 from opacus_bc.alc.report import LayerReport, layer_report
 from opacus_bc.draws.ledger import Delivery, DrawLedger
 from opacus_bc.mechanism.blocks import Block, effective_noise_multiplier
+from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.noise import NoiseSource
 from opacus_bc.mechanism.numbers import check_positive
@@ -343,6 +344,14 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         self._is_last_step_skipped = False
         self.before_delivery()
 
+    def _refuse_half_precision_of_a_mean(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Refuse per-sample gradients that were rounded after a division by the batch's size.
+
+        One sample more would change how all others are rounded; a sum's rounding is a sample's own.
+        """
+        if self.loss_reduction == "mean" and any(dtype in HALF for dtype in dtypes):
+            raise RuntimeError(HALF_OF_A_MEAN)
+
     # -- converged entries (ALC's freeze) -------------------------------------------------------------------
 
     def mask_(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -371,6 +380,12 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         )
 
 
+HALF_OF_A_MEAN = (
+    "gradients in half precision (autocast, or half-precision weights) of a mean loss: the mean divides by "
+    "the batch's size before they are rounded, so one sample more changes how all others are rounded, which "
+    "no clip bound covers. Use a summed loss with make_private(loss_reduction='sum') and divide the learning "
+    "rate by the expected batch size, or use float32 or clipping='batch'. Nothing was released"
+)
 NO_EPSILON = (
     "the state that was loaded comes from earlier steps, which this engine's epsilon does not count. If they "
     "used these private data, resume by engine.save_checkpoint and engine.load_checkpoint: they keep epsilon"

@@ -44,6 +44,7 @@ class SampleOptimizer(PrivateOptimizer):
                 "(BatchMemoryManager splits large ones)"
             )
         _check_nothing_waits(draw.params)
+        self._refuse_half_precision_of_a_mean(g.dtype for p in draw.params for g in per_sample_gradients(p))
         # Without a backward this raises "Per sample gradient is not initialized".
         rows = [len(self._get_flat_grad_sample(p)) for p in draw.params]
         check_rows(dict(zip(draw.names, rows, strict=True)), delivery)

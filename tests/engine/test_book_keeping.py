@@ -193,12 +193,12 @@ def test_real_poisson_draws_are_taken_booked_and_noised() -> None:
 def test_bfloat16_autocast_is_that_of_hooks_and_norms_are_in_float32() -> None:
     found = []
     for mode in ("bk", "hooks"):
-        run = Training(mode)
+        run = Training(mode, loss_reduction="sum")
         for x, y in run.given():
             run.optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 output = run.wrapper(x)
-            F.cross_entropy(output.float(), y).backward()
+            F.cross_entropy(output.float(), y, reduction="sum").backward()
             if mode == "bk" and len(x):
                 entries = run.optimizer._book.read(run.model.parameters())
                 assert all(entry.rows().dtype == torch.float32 for entry in entries.values())
@@ -212,7 +212,7 @@ def test_a_model_in_bfloat16_is_clipped_in_float32() -> None:
     model = nn.Sequential(nn.Linear(108, 8), nn.Tanh(), nn.Linear(8, 2)).bfloat16()
     x, y = images().tensors
     data = TensorDataset(x.flatten(1).bfloat16(), y)
-    run = Training("bk", model, dataset=data, batch_norm=None)
+    run = Training("bk", model, dataset=data, batch_norm=None, loss_reduction="sum")
     run.optimizer.noise = Noted()
     run.train(run.given([list(range(24))]))
     assert {value.dtype for value in run.optimizer.noise.sums} == {torch.float32}

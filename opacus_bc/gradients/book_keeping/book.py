@@ -85,6 +85,7 @@ class Book:
         self._seen: set[int] = set()  # all that was ever wanted
         self._entries: dict[int, Entry] = {}
         self._terms: dict[int, tuple[Term, ...]] = {}
+        self.dtypes: set[torch.dtype] = set()  # of the gradients that backward has shown
         self._unfinished: set[int] = set()  # backward passes that have written something
         self._twins: dict[int, Tensor] = {}
         self._derived: dict[int, Tensor] = {}
@@ -121,7 +122,7 @@ class Book:
 
     def clear(self) -> None:
         """Drop what backward passes have written, as ``zero_grad()`` drops gradients."""
-        self._entries, self._terms, self._unfinished = {}, {}, set()
+        self._entries, self._terms, self._unfinished, self.dtypes = {}, {}, set(), set()
         for twin in self._twins.values():
             twin.grad = None
 
@@ -252,6 +253,7 @@ class Book:
                 )
             if torch._C._will_engine_execute_node(self._arrival):  # not in autograd.grad towards an input
                 self._begin_backward()
+                self.dtypes.add(grad.dtype)
                 without_autocast(note, grad, *held)  # rows in half precision have norms in half precision
 
         return noting
