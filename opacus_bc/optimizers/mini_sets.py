@@ -84,7 +84,10 @@ class BatchClippingOptimizer(ClippedSumOptimizer):
     def _check_gradients(self, draw: OpenDraw, delivery: Delivery) -> None:
         grads = [p.grad for p in draw.params]
         if all(g is None for g in grads):
-            raise RuntimeError("optimizer.step() found no gradient: call loss.backward() on this batch first")
+            raise RuntimeError(
+                "optimizer.step() found no gradient: call loss.backward() on this batch first, and "
+                "optimizer.zero_grad() not between backward() and step()"
+            )
         for name, g in zip(draw.names, grads, strict=True):
             if g is not None and g.layout != torch.strided:
                 raise RuntimeError(

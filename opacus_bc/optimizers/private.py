@@ -38,7 +38,7 @@ COPIES = (
 GRAD_SCALER = (
     "torch.amp.GradScaler skips steps and moves its scale by what it finds in private gradients, without "
     "noise: use bfloat16, or float16 with a constant scale (multiply the loss by it; with clipping='batch' "
-    "set optimizer.loss_scale to it)"
+    "set optimizer.loss_scale to it). Individual clipping then needs a summed loss and loss_reduction='sum'"
 )
 
 

@@ -115,7 +115,8 @@ def image_folder(root: Path, seed: int, size: int | None = None) -> Images:
         test_x, test_y, test_classes = read(root / "test")
         if train_classes != test_classes:
             raise ValueError(f"{root}: train has the classes {train_classes}, test has {test_classes}")
-        return train_x, train_y, test_x, test_y
+        order = permutation(len(test_y), seed)  # folders come class by class; a part must hold all of them
+        return train_x, train_y, test_x[order], test_y[order]
     x, y, _ = read(root)
     order = permutation(len(y), seed)
     train, test = order[len(y) // 6 :], order[: len(y) // 6]

@@ -314,7 +314,8 @@ class Book:
         found = {p: self._with_terms(id(p)) for p in parameters if id(p) in self._entries}
         if not found:
             raise BookKeepingError(
-                "optimizer.step() found no gradient: call loss.backward() on this batch first"
+                "optimizer.step() found no gradient: call loss.backward() on this batch first, and "
+                "optimizer.zero_grad() not between backward() and step()"
             )
         return found
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opacus_bc.experiments.training.data import augment, deskew, load
+from opacus_bc.experiments.training.data import augment, deskew, limited, load
 
 
 def idx(path, array):
@@ -89,6 +89,17 @@ def test_an_image_folder_of_the_users_own(tmp_path, split):
     assert (len(data.private) + len(data.public), len(data.test)) == ((24, 24) if split else (20, 4))
     x, y = data.test.tensors
     assert torch.equal(y, (x.mean((1, 2, 3)) > (50 / 255 - 0.5) / 0.25).long())
+
+
+def test_a_part_of_an_image_folder_tests_all_classes(tmp_path):
+    """Folders are read class by class: the first of them would be the first class alone."""
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(40):
+                Image.new("L", (4, 4), color=i).save(tmp_path / part / name / f"{i}.png")
+    small = limited(load(str(tmp_path)), 40)
+    assert torch.bincount(small.test.tensors[1]).min() >= 10  # of 40; fewer by chance: 2e-6, and the seed is fixed
 
 
 def test_missing_files_say_what_where_and_how(tmp_path):
