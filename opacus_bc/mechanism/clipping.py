@@ -146,7 +146,7 @@ def row_norms(samples: Tensor) -> Tensor:
         return short.double()
     pieces = -(-entries // _NORM_ROW)
     whole = entries - entries % pieces
-    parts = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (pieces, -1)), dim=2)
+    parts = torch.linalg.vector_norm(flat[:, :whole].view(rows, pieces, whole // pieces), dim=2)
     norm: Tensor = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64)
     if whole == entries:
         return norm
