@@ -73,7 +73,8 @@ def _loads(rows: Rows) -> str:
     loads = [row["load"] for row in seen]
     rounds = {row["network"]: len(row["ratios"]) for row in seen}
     return (
-        f"Rows of bk come from runs of their own, with plain SGD in turns ({_counts(rounds)} rounds), while "
+        f"Rows of bk and those measured with them come from runs of their own, with plain SGD in turns "
+        f"({_counts(rounds)} rounds), while "
         f"{min(loads):.0f} to {max(loads):.0f} processes wanted the two cores. The load of other rows' runs "
         "was not kept, so that a difference between rows of both kinds may be the machine's."
     )

@@ -170,7 +170,7 @@ def _for_all(constants: Tensor, rows: int, pieces: int) -> Tensor:
     """Every channel's constant for each piece of it, row after row."""
     if pieces > 1:
         constants = constants.repeat_interleave(pieces)
-    return constants.repeat(1, rows)
+    return constants.expand(rows, -1).reshape(1, -1)
 
 
 def _pieces(places: int) -> int | None:

@@ -30,13 +30,13 @@ from opacus_bc.draws.plan import (
     users_plan,
 )
 from opacus_bc.draws.units import UserIndex, as_units, check_views
-from opacus_bc.gradients.book_keeping.attached import COMPILED
+from opacus_bc.gradients.book_keeping.recording import COMPILED, SCRIPTED
 from opacus_bc.gradients.layers import check_layers
 from opacus_bc.mechanism.names import Sampling, Unit, adjacency_of, type_name
 from opacus_bc.mechanism.numbers import check_count, check_positive
 from opacus_bc.optimizers.private import check_optimizer
 from opacus_bc.parallel.shards import fully_sharded, reshard
-from opacus_bc.parallel.wrappers import bare, data_parallel, is_compiled, is_distributed
+from opacus_bc.parallel.wrappers import bare, data_parallel, is_compiled, is_distributed, is_scripted
 from opacus_bc.public.contents import check_contents
 
 CLIPPINGS = ("batch", "flat", "per_layer", "adaptive")
@@ -351,6 +351,8 @@ def why_not_recorded(module: nn.Module) -> str | None:
         return (
             f"grad_sample_mode='bk' does not support {type_name(module)}: use torch's DistributedDataParallel"
         )
+    if is_scripted(module):
+        return SCRIPTED
     return COMPILED if is_compiled(module) else None
 
 

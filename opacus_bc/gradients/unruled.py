@@ -74,8 +74,10 @@ def buffers_aside(root: nn.Module) -> Iterator[None]:
     """While it is open the model has no buffers: Opacus's hooks refuse layers that have some.
 
     They would not find theirs in Opacus's copy; :class:`RowByRow` runs the layer itself, with its buffers.
+    TorchScript's modules keep theirs to themselves, and Opacus sees them.
     """
-    held = [(module._buffers, dict(module._buffers)) for module in root.modules()]
+    plain = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    held = [(module._buffers, dict(module._buffers)) for module in plain]
     try:
         for buffers, _ in held:
             buffers.clear()

@@ -144,11 +144,13 @@ def row_norms(samples: Tensor) -> Tensor:
     if entries <= _NORM_ROW or flat.dtype == torch.float64:
         short: Tensor = torch.linalg.vector_norm(flat, dim=1)
         return short.double()
-    pieces = entries // _NORM_ROW
-    rest = torch.linalg.vector_norm(flat[:, pieces * _NORM_ROW :], dim=1)
-    parts = torch.linalg.vector_norm(flat[:, : pieces * _NORM_ROW].reshape(rows, pieces, _NORM_ROW), dim=2)
-    norm: Tensor = torch.linalg.vector_norm(torch.cat((parts, rest[:, None]), 1), dim=1, dtype=torch.float64)
-    return norm
+    pieces = -(-entries // _NORM_ROW)
+    whole = entries - entries % pieces
+    parts = torch.linalg.vector_norm(flat[:, :whole].view(rows, pieces, whole // pieces), dim=2)
+    norm: Tensor = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64)
+    if whole == entries:
+        return norm
+    return torch.hypot(norm, torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=torch.float64))
 
 
 def memory_order(samples: Tensor) -> list[int]:

@@ -51,6 +51,11 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether the module or any part of it is TorchScript's, scripted or traced."""
+    return any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+
+
 class LateWrapping:
     """Refuses a DistributedDataParallel that comes after ``make_private``: it averages different draws."""
 

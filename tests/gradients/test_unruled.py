@@ -221,3 +221,17 @@ def test_a_buffer_beside_parameters_that_moves_later_is_not_handed_out() -> None
     model.middle[0].index.copy_(torch.tensor([1, 1, 1]))
     with pytest.raises(MovingBufferError, match="index"):
         eng.finalize(module)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_a_frozen_part_that_torchscript_runs_is_trained_behind_as_in_opacus(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Net(nn.Conv2d(3, 3, 1)).double()
+    expected = one_by_one(model, *data().tensors)[2:]
+    model.middle[0] = torch.jit.script(model.middle[0].requires_grad_(False))
+    module = private(model, grad_sample_mode=mode)[0]
+    x, y = data().tensors
+    F.cross_entropy(module(x), y).backward()
+    for p, rows in zip(model.head.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_sample, rows)

@@ -20,6 +20,7 @@ from opacus_bc.mechanism.blocks import (
 from opacus_bc.mechanism.clipping import (
     add_scaled_,
     clip_coefficients,
+    row_norms,
     sample_clip_coefficients,
     scale_,
     tensor_norms,
@@ -200,3 +201,16 @@ def test_batch_clipping_costs_twice_the_mini_set_size_in_noise(adjacency, factor
 def test_bad_numbers_are_refused_with_their_name_and_value(value):
     with pytest.raises(ValueError, match=r"max_grad_norm must be a finite number > 0, got"):
         check_positive("max_grad_norm", value)
+
+
+@pytest.mark.parametrize("entries", [1, 2047, 2048, 2049, 2400, 4099, 1_000_003])
+@pytest.mark.parametrize("lie", ["side by side", "transposed"])
+def test_norms_of_rows_of_any_length_are_accurate(entries: int, lie: str) -> None:
+    equal, random = torch.full((3, entries), 0.1), torch.randn(3, entries)
+    last = torch.zeros(3, entries)
+    last[:, -1] = 2.0
+    for rows in (equal, random, last):
+        laid = rows if lie == "side by side" else rows.unsqueeze(2).expand(-1, -1, 2).transpose(1, 2)
+        found, exact = row_norms(laid), laid.double().flatten(1).norm(dim=1)
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, exact, rtol=2e-6, atol=0)

@@ -11,15 +11,11 @@ from torch.overrides import _get_current_function_mode
 
 from opacus_bc.gradients.book_keeping.book import Book, BookKeepingError
 from opacus_bc.gradients.book_keeping.check import check_exactness
-from opacus_bc.gradients.book_keeping.recording import Recording
+from opacus_bc.gradients.book_keeping.recording import COMPILED, Recording
 from opacus_bc.mechanism.types import Memo, State
 from opacus_bc.parallel.wrappers import is_compiled
 
 _CHECKED = 3  # forward passes
-COMPILED = (
-    "grad_sample_mode='bk' does not go with torch.compile, which would not call the functions that are "
-    "watched: pass the plain module, or use grad_sample_mode='hooks' or clipping='batch'"
-)
 
 
 def _nothing() -> None:

@@ -131,19 +131,15 @@ class Convolution:
         return found.view(rows, *weight.shape)
 
     def _by_windows(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-        """A copy of some samples' windows after the other, and a product of matrices for each and group.
-
-        The answer lies in memory as the products leave it, a window's entries before the outputs: kernels are
-        faster that way.
-        """
+        """A copy of some samples' windows after the other, and a product of matrices for each and group."""
         windows, b = self.windows(self.padded(x), grad.shape[2:]), grad.flatten(2)
         entries, places, outputs = weight[0].numel(), b.shape[2], weight.shape[0] // self.groups
-        result = grad.new_empty((len(x) * self.groups, entries, outputs))
+        result = grad.new_empty((len(x) * self.groups, outputs, entries))
         for part, buffer in _buffers(windows, self.groups * entries * places):
             rows = slice(part.start * self.groups, part.stop * self.groups)
             a = buffer.copy_(windows[part]).view(-1, entries, places)
-            torch.bmm(a, b[part].reshape(-1, outputs, places).transpose(1, 2), out=result[rows])
-        return result.transpose(1, 2).reshape(len(x), *weight.shape)
+            torch.bmm(b[part].reshape(-1, outputs, places), a.transpose(1, 2), out=result[rows])
+        return result.view(len(x), *weight.shape)
 
     def squares(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """What :func:`gram_squares` returns, of every sample's weight gradient."""

@@ -12,6 +12,15 @@ from torch.overrides import TorchFunctionMode
 from opacus_bc.gradients.book_keeping.book import Book
 from opacus_bc.gradients.book_keeping.rules import RULES, row_by_row
 
+COMPILED = (
+    "grad_sample_mode='bk' does not go with torch.compile, which would not call the functions that are "
+    "watched: pass the plain module, or use grad_sample_mode='hooks' or clipping='batch'"
+)
+SCRIPTED = (
+    "grad_sample_mode='bk' does not go with TorchScript, whose functions cannot be watched: pass the plain "
+    "modules, or use clipping='batch' (or grad_sample_mode='hooks' where the scripted part is frozen)"
+)
+
 
 class Recording(TorchFunctionMode):
     """While a forward pass runs, parameters give the book their per-sample gradients and autograd none.

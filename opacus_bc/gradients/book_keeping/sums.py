@@ -75,6 +75,9 @@ def weighted_sum(weights: Tensor, samples: Tensor) -> Tensor:
     >>> weighted_sum(torch.tensor([1.0, 2.0]), torch.ones(2, 3, 1)).tolist()
     [[3.0], [3.0], [3.0]]
     """
+    if samples.is_contiguous():
+        shape = samples.shape[1:]
+        return short_sum(weights, samples.view(len(samples), shape.numel())).view(shape)
     order = memory_order(samples)
     lying = samples.permute(order)
     total = short_sum(weights, lying.reshape(lying.shape[0], lying.shape[1:].numel())).view(lying.shape[1:])

@@ -80,7 +80,7 @@ class Run:
         return (before - weights(self.model)) * N / C
 
     def refuses(
-        self, loop: Callable[[Run, Tensor, Tensor], Any] | None, words: str, kind: Any = None
+        self, loop: Callable[[Run, Tensor, Tensor], Any] | None, words: str | None, kind: Any = None
     ) -> None:
         """The loop raises; weights, accountant and ledger stay, nothing is recorded any more."""
         before = weights(self.model)
@@ -501,6 +501,31 @@ def test_an_interrupt_in_the_forward_pass_leaves_no_recording_behind() -> None:
 # --- copies, pickles, compilers -----------------------------------------------------------------------------
 
 
+def own_hooks(model: Any) -> None:
+    """A user's: one changes what a layer returns, the others look."""
+    model[0].register_forward_hook(lambda module, given, output: 2 * output)
+    model[2].register_full_backward_hook(lambda *seen: None)
+    model.register_forward_pre_hook(lambda *seen: None)
+    model.register_forward_hook(lambda *seen: None)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_users_hooks_may_be_registered_before_and_after(late: bool) -> None:
+    model, doubled = mlp(), mlp()
+    if not late:
+        own_hooks(model)
+    run = Run(model)
+    if late:
+        own_hooks(model)
+    own_hooks(doubled)
+    total, (x, y) = torch.zeros_like(weights(doubled)), data()[:N]
+    for i in range(N):
+        loss = F.cross_entropy(doubled(x[i : i + 1]), y[i : i + 1])
+        grad = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(doubled.parameters()))])
+        total += grad * min(1.0, (1 - 1e-5) * C / float(grad.norm())) / C
+    exact(run.release(), total)
+
+
 def test_a_copy_of_the_model_is_a_plain_model() -> None:
     run = Run()
     x, y = next(iter(run.loader))
@@ -546,6 +571,44 @@ def test_nothing_of_the_batch_survives_the_step() -> None:
 def test_compiled_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"torch\.compile"):
         Run(torch.compile(mlp(), backend="eager"))
+
+
+def scripted_part() -> nn.Module:
+    model = mlp()
+    model[0] = torch.jit.script(model[0])
+    return model
+
+
+SCRIPTED = {
+    "whole": lambda: torch.jit.script(mlp()),
+    "traced": lambda: torch.jit.trace(mlp(), data()[:N][0]),
+    "a part": scripted_part,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_scripted_models_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"TorchScript.*clipping='batch'"):
+        Run(SCRIPTED[name]())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_a_scripted_function_of_a_parameter_is_refused() -> None:
+    function = torch.jit.trace(lambda x, w: x @ w, (torch.ones(N, CLASSES), torch.ones(CLASSES, CLASSES)))
+
+    class Scripted(Inside):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.layer(x), self.layer.weight[:, :CLASSES])
+
+    Run(Scripted(lambda m, x: None)).refuses(None, "has a gradient that was not made sample by sample")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_function_of_a_parameter_releases_nothing(whole: bool) -> None:
+    """The message is torch's: its compiler cannot follow what is watched, whether it may give up or not."""
+    function = torch.compile(lambda m, x: F.linear(x, m.weight, m.bias), backend="eager", fullgraph=whole)
+    Run(Inside(function)).refuses(None, None, Exception)
 
 
 def test_a_model_made_private_twice_has_one_recording() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from support import blobs, engine
 from support.book_keeping import Kept, Loss, assert_exact, entries_of, oracle, squares
@@ -192,6 +194,30 @@ def models() -> dict[str, nn.Module]:
 def test_uses_of_parameters_are_exact(name: str, dtype: torch.dtype) -> None:
     model = models()[name].to(dtype)
     x = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert_exact(entries_of(model, x), oracle(model, x), TOLERANCE[dtype])
+
+
+@given(
+    times=st.integers(1, 3),
+    kernel=st.sampled_from([1, 3]),
+    groups=st.sampled_from([1, 2]),
+    length=st.integers(1, 9),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 2**20),
+)
+def test_a_convolution_that_is_used_several_times_is_exact(
+    times: int, kernel: int, groups: int, length: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Large and small outputs: some uses of a weight are kept, others are products."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = torch.tanh(m.conv(x))
+        return x
+
+    torch.manual_seed(seed)
+    model = Uses(body, conv=nn.Conv1d(4, 4, kernel, padding=kernel // 2, groups=groups)).to(dtype)
+    x = torch.randn(ROWS, 4, length).to(dtype)
     assert_exact(entries_of(model, x), oracle(model, x), TOLERANCE[dtype])
 
 
