@@ -44,7 +44,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("NaN as a decimal", {"unit": [*IDS[:-1], Decimal("NaN")]}, ValueError, "no id for 1 samples"),
     (
         "NaT in a list",
-        {"unit": [*map(str, IDS[:-1]), np.datetime64("NaT")]},
+        {"unit": [*map(str, IDS[:-1]), np.datetime64("NaT", "D")]},
         ValueError,
         "no id for 1 samples",
     ),

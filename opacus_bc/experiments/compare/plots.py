@@ -50,7 +50,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
         for title, name, draw in pictures:
             figure = draw(rows)
             if figure is not None:
-                figure.savefig(folder / name, dpi=canvas.DPI)
+                canvas.save(figure, folder / name)
                 drawn[title] = folder / name
     return drawn
 
@@ -129,17 +129,18 @@ def over_epochs(rows: Sequence[Row]) -> Any:
             at.set_title(f"{title}, ε = {budget:g}", fontsize="medium")
             canvas.tidy(at)
         axes[line][0].set_ylabel(f"test accuracy, %   ({BETTER_UP})")
-    for at, (_, members) in zip(axes[-1], panels, strict=True):
-        _show(at, [value for row in members for value in np.mean(row.curves, axis=0)])
+    for column, (at, (_, members)) in enumerate(zip(axes[-1], panels, strict=True)):
+        low, high = window([value for row in members for value in np.mean(row.curves, axis=0)])
+        at.set_ylim(low, high)
+        for row in members:
+            if row.mean < low and row.budget is not None:
+                panel = axes[budgets.index(row.budget)][column]
+                beyond(panel, f"{row.mean:.1f}", len(row.curves[0]), styles[row.name], across=False)
         at.set_xlabel("epoch")
         _legend_below(at)
         at.xaxis.get_major_locator().set_params(integer=True)
     _axes_differ(figure, panels)
     return figure
-
-
-def _show(axes: Any, values: Sequence[float]) -> None:
-    axes.set_ylim(*window(values))
 
 
 def _axes_differ(figure: Any, panels: Sequence[Any]) -> None:

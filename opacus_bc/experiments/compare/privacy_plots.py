@@ -77,7 +77,8 @@ def noise_by_layer(rows: Sequence[Row]) -> Any:
     finite = table[np.isfinite(table) & (table > 0)]
     if not len(finite):
         return None
-    figure = canvas.figure(4.0 + 0.75 * len(layers), 1.6 + 0.36 * len(shown))
+    high_enough = 5.2  # for the label of the colour bar
+    figure = canvas.figure(4.0 + 0.75 * len(layers), max(high_enough, 1.6 + 0.36 * len(shown)))
     at = figure.add_subplot()
     low, high = min(1.0, float(finite.min())), max(2.0, float(finite.max()))
     image = at.imshow(table, norm=LogNorm(low, high), cmap="YlOrRd", aspect="auto")

@@ -12,7 +12,7 @@ from opacus_bc.experiments.training.methods import NEEDS_WEIGHTS
 FACTOR = 2.0
 VERY_SURE = 4.0
 # Times are measured on a machine that does other things too: smaller ratios are not told.
-CHEAPER = 1.25
+FASTER = 1.25
 DEFAULTS = "defaults and not tuned"
 
 
@@ -59,7 +59,10 @@ def _paragraph(members: Sequence[Row], plain: Row | None, settings: str) -> str:
             f"answering with the most frequent class gets {best.majority_share:.1f} %. More private samples, "
             "a larger ε or public pre-training are needed."
         )
-    parts = [f"{budget} use **{best.title}**: {_figure(best)}.", _certainty(ranked)]
+    if len(ranked) == 1:
+        parts = [f"{budget} **{best.title}** has nothing to be compared with: {_figure(best)}."]
+    else:
+        parts = [f"{budget} use **{best.title}**: {_figure(best)}.", _certainty(ranked)]
     if plain is not None:
         parts.append(_price(plain, best, settings))
     if best.time is not None:
@@ -99,8 +102,6 @@ def _price(plain: Row, best: Row, settings: str) -> str:
 
 def _certainty(ranked: Sequence[Row]) -> str:
     best, others = ranked[0], ranked[1:]
-    if not others:
-        return "It was the only one compared under this adjacency."
     if min(row.seeds for row in ranked) < 2:
         return (
             f"The next is {others[0].title} with {_figure(others[0])}; with one seed the spread is unknown, "
@@ -108,15 +109,15 @@ def _certainty(ranked: Sequence[Row]) -> str:
         )
     tied = [row for row in others if separation(best, row) < FACTOR]
     if tied:
-        cheapest = min([best, *tied], key=_time)
+        fastest = min([best, *tied], key=_time)
         behind = ", ".join(f"{row.title} ({_points(best, row)} points behind)" for row in tied)
         text = (
             f"Not sure: these runs do not show whether it is better than {behind}: the differences are below "
             f"{FACTOR:g} standard errors (seeds and test set together). That does not make them equal; more "
             "seeds or a larger test set may tell."
         )
-        if CHEAPER * _time(cheapest) < _time(best):
-            text += f" {cheapest.title} is cheaper: {_figure(cheapest)} at {_cost(cheapest)}."
+        if FASTER * _time(fastest) < _time(best):
+            text += f" {fastest.title} takes less time: {_figure(fastest)} at {_cost(fastest)}."
         return text
     second = others[0]
     distance = separation(best, second)

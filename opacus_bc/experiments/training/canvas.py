@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 DPI = 130
@@ -17,6 +18,12 @@ def figure(width: float, height: float) -> Any:
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)
     return made
+
+
+def save(made: Any, file: Path) -> None:
+    """Write a picture, laid out twice: numbers at an axis that the first layout changes may be wider."""
+    made.draw_without_rendering()
+    made.savefig(file, dpi=DPI)
 
 
 def style(index: int) -> dict[str, Any]:

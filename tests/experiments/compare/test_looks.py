@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import matplotlib.colors
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import rc_context
+from matplotlib.image import imread
 
 from opacus_bc.experiments.compare import plots, report
-from opacus_bc.experiments.compare.looks import looks, window
+from opacus_bc.experiments.compare.looks import TEXT, looks, window
 from opacus_bc.experiments.compare.summary import Row
+from opacus_bc.experiments.training import canvas
 from opacus_bc.experiments.training.methods import METHODS
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "compare"
 ACCURACIES = {
     "opacus": 95.0,
     "ic": 94.0,
@@ -45,6 +51,17 @@ ROWS = [
     row("no-dp", None, 98.0),
     *(row(name, budget, mean + budget / 8) for budget in (1.0, 8.0) for name, mean in ACCURACIES.items()),
 ]
+
+
+# As in benchmarks/results/compare/pretrained-cifar10: one seed, few methods at most budgets, one far below.
+FROM_WEIGHTS = [
+    replace(row(name, budget, mean), accuracies=(mean,), curves=((mean - 1, mean),))
+    for name, budget, mean in (
+        ("stock-head", 1.0, 80.56), ("ic-frozen", 1.0, 85.92), ("stock-head", 2.0, 81.45),
+        ("stock-head", 4.0, 82.06), ("swap", 8.0, 43.62), ("stock-head", 8.0, 82.41),
+        ("stock-conv", 8.0, 88.75), ("ic-frozen", 8.0, 87.89), ("ic", 8.0, 81.03),
+    )
+]  # fmt: skip
 
 
 @cache
@@ -116,9 +133,37 @@ def test_an_outlier_far_below_does_not_squeeze_the_others_and_is_not_hidden() ->
     for at in drawn(plots.against_cost).axes:
         assert at.get_ylim()[0] > 80
         assert len(at.texts) == 1
+    for at in plots.over_epochs(FROM_WEIGHTS).axes:
+        assert [text.get_text() for text in at.texts] == ["43.6"] * at.get_title().endswith("ε = 8")
+        assert at.get_ylim()[0] >= 70
     individual, batch, _ = drawn(plots.against_epsilon).axes
     assert individual.get_ylim()[0] > 90
     assert {text.get_text() for text in batch.texts} <= {"11.1", "12.0"}
+
+
+def kept(report_name: str) -> list[Row]:
+    """The rows of a committed report."""
+    fields = Row.__dataclass_fields__
+    text = (RESULTS / report_name / "compare.json").read_text(encoding="utf-8")
+    rows = [{k: v for k, v in found.items() if k in fields} for found in json.loads(text)["rows"]]
+    return [Row(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}) for found in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("pretrained-cifar10", plots.against_epsilon),
+        ("pretrained-cifar10", plots.over_epochs),
+        ("cifar10", plots.noise_by_layer),
+    ],
+)
+def test_nothing_is_cut_off_at_the_edge_of_a_picture(name: str, draw: Any, tmp_path: Path) -> None:
+    with rc_context({"font.size": TEXT}):
+        canvas.save(draw(kept(name)), tmp_path / "drawn.png")
+    for picture in (tmp_path / "drawn.png", *(RESULTS / name).glob("*.png")):
+        pixels = imread(picture)[..., :3].min(-1)
+        for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+            assert edge.min() > 0.8, picture.name
 
 
 @settings(max_examples=50)
