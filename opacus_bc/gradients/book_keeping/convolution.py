@@ -79,7 +79,8 @@ class Convolution:
         if self.groups == 1 and x.stride(1) == 1 < x.shape[1]:  # channels lie side by side in memory
             return self._by_pixels(x, grad, weight)
         if not self._prefers_groups(x, weight):
-            return self._by_windows(x, grad, weight)
+            by = self._by_pixels if self._prefers_pixels(x, grad) else self._by_windows
+            return by(x, grad, weight)
         result = grad.new_empty((len(x), *weight.shape))
         for part in _pieces(len(x), math.prod(x.shape[1:]) + math.prod(grad.shape[1:]), most=_GROUPED):
             result[part] = self._by_groups(x[part], grad[part], weight)
@@ -90,6 +91,14 @@ class Convolution:
         if self.groups > 1:
             return x.shape[1] == self.groups
         return x.shape[1] >= _CHANNELS and weight.numel() <= _SMALL
+
+    def _prefers_pixels(self, x: Tensor, grad: Tensor) -> bool:
+        """Whether a line of a window with all its channels is a much longer run than a line of outputs.
+
+        What is copied lies side by side in memory for that long; beyond some channels neither way is faster.
+        """
+        run = x.shape[1] * self.kernel[-1]
+        return self.groups == 1 and x.shape[1] < _CHANNELS and run >= 2 * grad.shape[-1]
 
     @property
     def _pointwise(self) -> bool:
