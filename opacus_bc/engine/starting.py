@@ -18,9 +18,10 @@ from opacus_bc.engine.individual import build_individual
 from opacus_bc.engine.reports import warn_at_start
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Run
+from opacus_bc.gradients.half_precision import HalfPrecisionWatch
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.parallel.wrappers import bare
+from opacus_bc.parallel.wrappers import bare, unwrap
 
 
 def start(
@@ -43,6 +44,9 @@ def start(
     with ExitStack() as undo:
         undo.callback(_restore, [(p, p.grad, set(vars(p))) for p in request.module.parameters()])
         run = build(request, accountant, noise, undo)
+        if not request.batch:
+            run.optimizer.half_precision = watch = HalfPrecisionWatch(unwrap(run.policy.root))
+            run.guests = (*run.guests, watch)
         for guest in run.guests:
             undo.callback(guest.remove)
         check_protected(accountant, run.plan, [other.plan for other in earlier])
@@ -50,7 +54,8 @@ def start(
         _warn_of_others(run, earlier, dataset)
         warn_at_start(run)
         undo.pop_all()
-    run.optimizer.licence.take_over(run.policy.keeper.after_step)
+    run.optimizer.put_buffers_back = run.policy.before_delivery
+    run.optimizer.licence.take_over(run.policy.after_step)
     return run
 
 

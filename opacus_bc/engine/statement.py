@@ -34,10 +34,11 @@ _ASSUMPTIONS = (
 )
 _OF_SAMPLES = ("one person is one sample: several samples of one person are protected as a group",)
 _OF_INDIVIDUAL_CLIPPING = (
-    "one row of a batch is one sample, and a sample's loss and its way through the model do not depend on "
-    "other samples (rows are counted in every step, forwards are probed in the first ones: evidence, no "
-    "proof; weighted means, ignore_index, contrastive losses, MixUp and padding to a batch's longest sample "
-    "that the model does not mask break it unseen)",
+    "one row of a batch is one sample, the loss is the samples' mean or sum as loss_reduction says, and a "
+    "sample's loss and its way through the model do not depend on other samples (rows are counted in every "
+    "step, forwards are probed in the first ones: evidence, no proof; weighted means, ignore_index, "
+    "contrastive losses, MixUp and padding to a batch's longest sample that the model does not mask break it "
+    "unseen)",
 )
 _OF_SEVERAL_ROWS = (
     "the training loop leaves the rows of a batch in the order in which they were delivered: a user's "

@@ -24,8 +24,16 @@ UNSEEN = {
     ),
     "weighted means": ("weighted means", "the mean of `cross_entropy(..., weight=w)`"),
     "ignore_index": ("ignore_index", "with `ignore_index`"),
+    "a mean that is declared a sum": (
+        "mean or sum as loss_reduction says",
+        "one more moved the release by 1.95 C",
+    ),
     "contrastive losses": ("contrastive losses", "contrastive losses"),
     "couplings that begin later": ("evidence, no proof", "Not seen are couplings that begin later"),
+    "half precision of the loss itself": (
+        "as loss_reduction says",
+        "half precision of the loss itself",
+    ),
     "state outside of buffers": (
         "in plain attributes",
         "from one training forward to the next in plain attributes",
