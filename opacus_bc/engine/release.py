@@ -21,6 +21,7 @@ from opacus_bc.batch_norm.private import (
     execution_order,
     release_multiplier,
 )
+from opacus_bc.draws.order import check_reads_in_order
 from opacus_bc.draws.sources import rows_of_user
 from opacus_bc.draws.units import UserIndex
 from opacus_bc.engine.booking import book_release
@@ -32,8 +33,10 @@ from opacus_bc.public.row_tests import row_count
 from opacus_bc.public.running import batch_input, samples
 
 
-def check_private_rows(root: nn.Module, data_loader: DataLoader[Any]) -> None:
+def check_private_rows(root: nn.Module, data_loader: DataLoader[Any], *, of_users: bool) -> None:
     """Refuse, before training, a model whose running statistics could not be released in the end."""
+    if of_users:
+        check_reads_in_order(data_loader.dataset)
     layers = [child for child in root.modules() if isinstance(child, PolicyLayer)]
     batch = next(iter(in_order(data_loader)))
     if samples(inputs := batch_input(batch)) == 0:
