@@ -26,7 +26,8 @@ MEANINGLESS_EPSILON = 50.0
 _ASSUMPTIONS = (
     "the number of steps and every noise, clipping and learning-rate schedule were fixed without looking at "
     "the private data or at this run's results on it",
-    "nobody learns the random seeds of noise and sampling",
+    "nobody learns the random seeds of noise and sampling, nor those of dropout and augmentation "
+    "(torch.manual_seed before training)",
     "public data, the data set's size and the hyper-parameters are public; hyper-parameters that were tuned "
     "on the private data cost more",
     "training forwards carry nothing of the private data over to later steps in plain attributes, and "
