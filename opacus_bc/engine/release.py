@@ -25,6 +25,7 @@ from opacus_bc.draws.order import check_reads_in_order
 from opacus_bc.draws.sources import rows_of_user
 from opacus_bc.draws.units import UserIndex
 from opacus_bc.engine.booking import book_release
+from opacus_bc.engine.limit import Limit
 from opacus_bc.engine.run import Run
 from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.randomness import sampling_generator
@@ -47,8 +48,19 @@ def check_private_rows(root: nn.Module, data_loader: DataLoader[Any], *, of_user
     check_rows_apart(root, layers, batch)
 
 
-def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bound: float | None) -> None:
-    """Release a run's running statistics with noise; the accountant is told before anything is released."""
+def recalibrate(
+    run: Run,
+    accountant: Any,
+    *,
+    noise_multiplier: float | None,
+    bound: float | None,
+    limit: Limit | None = None,
+) -> None:
+    """Release a run's running statistics with noise; the accountant is told before anything is released.
+
+    Raises:
+        BudgetSpentError: ``limit`` does not cover it.
+    """
     keeper, policy = run.policy.keeper, run.policy
     assert isinstance(keeper, PrivateKeeper)  # the only keeper that releases
     if policy.finished:
@@ -61,6 +73,8 @@ def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bo
     check_rows_apart(policy.root, layers, next(iter(loader)))
     cost = release_multiplier(sigma, max(1, len(ordered)))
     assert run.optimizer.noise is not None  # batch clipping never leaves noise to Opacus
+    if limit is not None:
+        limit.check_release(cost, keeper.neighbours, instead_of=final_release(run))
     book_release(accountant, noise_multiplier=cost, adjacency=keeper.neighbours)
     bound = keeper.config.bound if bound is None else bound
     keeper.release(

@@ -15,6 +15,8 @@ from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.book_keeping import build_book_keeping
 from opacus_bc.engine.booking import check_protected
 from opacus_bc.engine.individual import build_individual
+from opacus_bc.engine.limit import Limit
+from opacus_bc.engine.release import final_release
 from opacus_bc.engine.reports import warn_at_start
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Run
@@ -25,7 +27,12 @@ from opacus_bc.parallel.wrappers import bare, unwrap
 
 
 def start(
-    request: Request, accountant: Any, noise: SecureNoise | None, earlier: Sequence[Run], dataset: Any
+    request: Request,
+    accountant: Any,
+    noise: SecureNoise | None,
+    earlier: Sequence[Run],
+    dataset: Any,
+    limit: Limit | None = None,
 ) -> Run:
     """Set a run up.
 
@@ -37,6 +44,7 @@ def start(
         noise: The cryptographic source, in secure mode.
         earlier: The runs that the same accountant counts already.
         dataset: The data set that was accounted last, or None.
+        limit: The budget that its final release must fit into, or None.
     """
     build = build_individual
     if request.batch or request.book_keeping:
@@ -50,6 +58,8 @@ def start(
         for guest in run.guests:
             undo.callback(guest.remove)
         check_protected(accountant, run.plan, [other.plan for other in earlier])
+        if limit is not None and (final := final_release(run)) is not None:
+            limit.check_reserved(final)
         _warn_of_idle_policy(request, run)
         _warn_of_others(run, earlier, dataset)
         warn_at_start(run)
