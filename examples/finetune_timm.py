@@ -94,6 +94,7 @@ def main() -> None:
     if config.weights is None:  # statistics of nothing would be frozen: take those of public images
         model(public.tensors[0])
 
+    torch.seed()  # nobody may know the masks of dropout
     engine = PrivacyEngine()
     module, optimizer, loader = engine.make_private_with_epsilon(
         module=model,

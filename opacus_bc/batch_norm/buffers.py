@@ -26,7 +26,7 @@ class MovingBufferError(RuntimeError):
 
 
 def _weight_only(module: nn.Module, name: str) -> bool:
-    """Spectral norm's power iteration reads weights alone, and those are released already."""
+    """Spectral norm's vectors read weights alone; ``once_a_step.py`` sees to how often they move."""
     if isinstance(module, _SpectralNorm):
         return name in ("_u", "_v")
     old_style = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]

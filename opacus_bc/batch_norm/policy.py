@@ -38,6 +38,7 @@ from opacus_bc.batch_norm.layers import (
     patch,
     unpatch,
 )
+from opacus_bc.batch_norm.once_a_step import OnceAStep
 from opacus_bc.batch_norm.private import PrivateKeeper, PrivateStatistics
 from opacus_bc.batch_norm.public import PublicBatches, PublicKeeper, PublicStatistics
 from opacus_bc.batch_norm.snapshot import Left, Snapshot
@@ -88,6 +89,7 @@ class BatchNormPolicy:
         self.finished = False
         self._watches: list[BufferWatch | ParameterWatch] = []
         self._before = Snapshot.of(nn.Module(), ())
+        self._once = OnceAStep(nn.Module())
         self._modes = [(child, child.training) for child in layers.values()]
 
     @property
@@ -111,6 +113,7 @@ class BatchNormPolicy:
         of users (``unit``) it clips one vector each.
         """
         undo.callback(self._withdraw)
+        self._once = OnceAStep(self.root, frozenset(map(id, self.layers.values())))
         self._before = Snapshot.of(self.root, trained)
         self.keeper = self._make_keeper(normaliser, adjacency, unit)
         for child in self.layers.values():
@@ -166,6 +169,16 @@ class BatchNormPolicy:
             child.training = training
         self._unwatch()
 
+    def before_delivery(self) -> None:
+        """A batch is about to be delivered, or has been used: counters must not count deliveries."""
+        if not self.finished:
+            self._once.put_back()
+
+    def after_step(self) -> None:
+        """The weights have moved."""
+        self._once.after_step()
+        self.keeper.after_step()
+
     def _answered(self, *, whole: bool) -> Left:
         """Statistics that a release of this engine or public data write, or that are knowingly unprotected.
 
@@ -201,6 +214,7 @@ class BatchNormPolicy:
         """
         if self.finished:
             return
+        self.before_delivery()
         self.keeper.finish()
         leave_out = self._answered(whole=True)
         for child in self.layers.values():
@@ -236,6 +250,7 @@ class BatchNormPolicy:
 
         Weights and buffers are loaded.
         """
+        self._once.keep()
         constant = [layer for layer in self.layers.values() if isinstance(layer, ConstantStatistics)]
         with ExitStack() as shown:
             for layer in constant:

@@ -41,7 +41,7 @@ def check_reads_in_order(dataset: Any) -> None:
         raise ValueError(
             f"{type_name(dataset)} has __getitems__, which may return samples in another order than it "
             "was asked for. With unit= or views= the rows of one user, or of one sample, are found by their "
-            "place: pass a data set with __getitem__ alone"
+            "place (in releases of batch_norm='private' too): pass a data set with __getitem__ alone"
         )
 
 

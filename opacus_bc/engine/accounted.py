@@ -95,8 +95,8 @@ class AccountedEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is un
         **Formal guarantee**: :meth:`get_epsilon` at ``delta`` stays at most ``epsilon``, ``finalize``
         included. When training ends follows from public constants alone.
 
-        **Edge cases**: what was spent already counts. ``recalibrate_batch_norm`` during training is booked
-        as ever and shortens the rest. A new call replaces the budget.
+        **Edge cases**: what was spent already counts. ``recalibrate_batch_norm`` during training shortens the
+        rest, and is refused where it does not fit. A new call replaces the budget.
 
         Args:
             epsilon: The most that may be spent.
@@ -109,6 +109,7 @@ class AccountedEngine(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is un
                 f"epsilon={epsilon:g} at delta={delta:g} is spent already: "
                 f"{self.get_epsilon(delta, allow_unprotected=True):.4g}"
             )
+        limit.check_reserved()
         self._limit = limit
         for run in self._runs:
             run.obey(limit)

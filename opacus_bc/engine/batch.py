@@ -66,7 +66,7 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
         undo, trained=trained, normaliser=plan.dataset_size, adjacency=plan.adjacency, unit=plan.unit
     )
     if policy.name == "private":
-        check_private_rows(plain, data_loader)
+        check_private_rows(plain, data_loader, of_users=request.users is not None)
     mean = request.loss_reduction == "mean"
     reduction: Reduction | None = None
     guests: tuple[Guest, ...] = ()

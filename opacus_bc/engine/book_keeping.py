@@ -28,7 +28,7 @@ from opacus_bc.draws.sources import (
 )
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
-from opacus_bc.engine.losses import warn_of_weighted_mean
+from opacus_bc.engine.losses import check_criterion
 from opacus_bc.engine.outsiders import Outsiders
 from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.request import Request
@@ -56,7 +56,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         request.module, request.module.parameters() if request.distributed else request.held
     )
     undo.callback(outsiders.remove)
-    warn_of_weighted_mean(request)
+    check_criterion(request)
     bounds, clip_bound = clip_bounds(request)
     plan, optimizer, plain = request.plan, request.inner_optimizer, bare(request.module)
     policy = make_policy(

@@ -28,7 +28,7 @@ from opacus_bc.draws.sources import (
 )
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
-from opacus_bc.engine.losses import warn_of_weighted_mean
+from opacus_bc.engine.losses import check_criterion
 from opacus_bc.engine.outsiders import Outsiders
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Guest, Run
@@ -57,7 +57,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     clip_bounds(request)
     if request.clipping == "adaptive":
         _check_adaptive(accountant.mechanism(), request.kind)
-    warn_of_weighted_mean(request)
+    check_criterion(request)
     plan = request.plan
     policy = _policy(request)
     policy.install(undo, trained=dict(trainable(request.module, request.inner_optimizer)).values())

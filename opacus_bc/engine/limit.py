@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opacus_bc.accounting.events import base_kind
@@ -13,14 +13,15 @@ _MOST_PASSES = 10**4  # over shuffled data, each of which is an entry of a histo
 
 
 class BudgetSpentError(RuntimeError):
-    """A step that the budget of ``engine.stop_at`` does not cover; nothing was moved or booked."""
+    """A step or release that the budget of ``engine.stop_at`` does not cover; nothing was moved or booked."""
 
 
 class Limit:
     """What ``engine.stop_at`` asked for.
 
     **Formal guarantee**: while every step is asked for with :meth:`covers`, the accountant's epsilon at
-    ``delta`` stays at most ``epsilon``, with the releases that ``reserved`` names still to come.
+    ``delta`` stays at most ``epsilon``, with the releases that ``reserved`` names still to come. Other
+    releases are asked for with :meth:`check_release`.
 
     Args:
         accountant: Whose history counts.
@@ -59,6 +60,44 @@ class Limit:
             return self._fits(trial)
         made, most = self._made_and_most(noise_multiplier, sample_rate, sampling)
         return made < most
+
+    def check_reserved(self, *more: tuple[float, str]) -> None:
+        """Refuse a budget that does not cover the releases that will be made at the end.
+
+        Args:
+            *more: Those of a run that is about to begin.
+
+        Raises:
+            ValueError: They would spend more.
+        """
+        reserved = (*self.reserved(), *more)
+        if reserved and not self._fits(self._copy(self.accountant.history), reserved):
+            raise ValueError(
+                f"epsilon={self.epsilon:g} at delta={self.delta:g} does not cover the final release of "
+                "batch_norm='private' with what is spent already: give PrivateStatistics a larger "
+                "noise_multiplier, or allow a larger epsilon"
+            )
+
+    def check_release(self, noise_multiplier: float, adjacency: str, *, instead_of: Any) -> None:
+        """Refuse a release of running statistics that does not fit.
+
+        Args:
+            noise_multiplier: sigma_eff of the release.
+            adjacency: Of the release.
+            instead_of: The reserved release that need not be made if no step follows, or None.
+
+        Raises:
+            BudgetSpentError: It would spend more.
+        """
+        reserved = list(self.reserved())
+        if instead_of in reserved:
+            reserved.remove(instead_of)
+        if not self._fits(self._copy(self.accountant.history), ((noise_multiplier, adjacency), *reserved)):
+            raise BudgetSpentError(
+                f"this release of running statistics would spend more than epsilon={self.epsilon:g} at "
+                f"delta={self.delta:g}, where engine.stop_at put the end: use a larger noise_multiplier, or "
+                "finalize the model, for whose release there is enough. Nothing was released"
+            )
 
     def more_steps(
         self,
@@ -131,8 +170,8 @@ class Limit:
         copy.history = list(history)
         return copy
 
-    def _fits(self, trial: Any) -> bool:
-        for multiplier, adjacency in self.reserved():
+    def _fits(self, trial: Any, releases: Iterable[tuple[float, str]] | None = None) -> bool:
+        for multiplier, adjacency in self.reserved() if releases is None else releases:
             if trial.mechanism() == "fdp":
                 trial.release(noise_multiplier=multiplier, adjacency=adjacency)
             else:

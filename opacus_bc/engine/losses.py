@@ -12,10 +12,26 @@ from opacus_bc.mechanism.warn import users_level
 _IGNORED_BY_DEFAULT = -100  # torch's own ignore_index: set, or left as it was
 
 
-def warn_of_weighted_mean(request: Request) -> None:
-    """Say where a criterion divides by a sum over the batch; ghost clipping takes one loss a sample."""
+def check_criterion(request: Request) -> None:
+    """Refuse a criterion that reduces otherwise than ``loss_reduction`` says; warn of a weighted mean.
+
+    Ghost clipping takes one loss a sample, whatever the criterion does with them.
+
+    Raises:
+        ValueError: Per-sample gradients would be multiplied or divided by the size of the batch, which one
+            more sample changes for all of them.
+    """
     criterion = request.criterion
-    if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or request.mode == "ghost":
+    if request.mode == "ghost":
+        return
+    reduction = getattr(criterion, "reduction", None)
+    if reduction in ("mean", "sum") and reduction != request.loss_reduction:
+        raise ValueError(
+            f"loss_reduction={request.loss_reduction!r}, and {type(criterion).__name__} has "
+            f"reduction={reduction!r}: the gradients that are clipped would depend on the size of the batch, "
+            f"so one sample would move all of them, by up to 2 C in all. Pass loss_reduction={reduction!r}"
+        )
+    if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return
     shown = [] if criterion.weight is None else ["weight=..."]
     if criterion.ignore_index != _IGNORED_BY_DEFAULT:

@@ -146,7 +146,7 @@ class PrivacyEngine(AccountedEngine):
             raise ValueError("noise_generator cannot be given with secure_mode=True: a known seed voids it")
         if noise_multiplier == 0:
             warnings.warn("noise_multiplier=0 adds no noise: epsilon is infinite", stacklevel=users_level())
-        run = start(request, self.accountant, self._secure_noise, self._runs, self.dataset)
+        run = start(request, self.accountant, self._secure_noise, self._runs, self.dataset, self._limit)
         self.dataset = data_loader.dataset
         self._runs.append(run)
         if self._limit is not None:
@@ -213,6 +213,7 @@ class PrivacyEngine(AccountedEngine):
 
         Raises:
             ValueError: No model of this engine has the policy ``"private"``.
+            BudgetSpentError: :meth:`stop_at` has set a budget that does not cover it; nothing was released.
         """
         if noise_multiplier is not None:
             check_positive("noise_multiplier", noise_multiplier)
@@ -222,7 +223,9 @@ class PrivacyEngine(AccountedEngine):
         if not runs:
             raise ValueError("recalibrate_batch_norm() needs a model made private with batch_norm='private'")
         for run in runs:
-            recalibrate(run, self.accountant, noise_multiplier=noise_multiplier, bound=bound)
+            recalibrate(
+                run, self.accountant, noise_multiplier=noise_multiplier, bound=bound, limit=self._limit
+            )
 
     def finalize(self, module: nn.Module) -> nn.Module:
         """The plain, releasable module: the object that was made private, without anything added to it.

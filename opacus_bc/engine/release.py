@@ -21,9 +21,11 @@ from opacus_bc.batch_norm.private import (
     execution_order,
     release_multiplier,
 )
+from opacus_bc.draws.order import check_reads_in_order
 from opacus_bc.draws.sources import rows_of_user
 from opacus_bc.draws.units import UserIndex
 from opacus_bc.engine.booking import book_release
+from opacus_bc.engine.limit import Limit
 from opacus_bc.engine.run import Run
 from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.randomness import sampling_generator
@@ -32,8 +34,10 @@ from opacus_bc.public.row_tests import row_count
 from opacus_bc.public.running import batch_input, samples
 
 
-def check_private_rows(root: nn.Module, data_loader: DataLoader[Any]) -> None:
+def check_private_rows(root: nn.Module, data_loader: DataLoader[Any], *, of_users: bool) -> None:
     """Refuse, before training, a model whose running statistics could not be released in the end."""
+    if of_users:
+        check_reads_in_order(data_loader.dataset)
     layers = [child for child in root.modules() if isinstance(child, PolicyLayer)]
     batch = next(iter(in_order(data_loader)))
     if samples(inputs := batch_input(batch)) == 0:
@@ -44,8 +48,19 @@ def check_private_rows(root: nn.Module, data_loader: DataLoader[Any]) -> None:
     check_rows_apart(root, layers, batch)
 
 
-def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bound: float | None) -> None:
-    """Release a run's running statistics with noise; the accountant is told before anything is released."""
+def recalibrate(
+    run: Run,
+    accountant: Any,
+    *,
+    noise_multiplier: float | None,
+    bound: float | None,
+    limit: Limit | None = None,
+) -> None:
+    """Release a run's running statistics with noise; the accountant is told before anything is released.
+
+    Raises:
+        BudgetSpentError: ``limit`` does not cover it.
+    """
     keeper, policy = run.policy.keeper, run.policy
     assert isinstance(keeper, PrivateKeeper)  # the only keeper that releases
     if policy.finished:
@@ -58,6 +73,8 @@ def recalibrate(run: Run, accountant: Any, *, noise_multiplier: float | None, bo
     check_rows_apart(policy.root, layers, next(iter(loader)))
     cost = release_multiplier(sigma, max(1, len(ordered)))
     assert run.optimizer.noise is not None  # batch clipping never leaves noise to Opacus
+    if limit is not None:
+        limit.check_release(cost, keeper.neighbours, instead_of=final_release(run))
     book_release(accountant, noise_multiplier=cost, adjacency=keeper.neighbours)
     bound = keeper.config.bound if bound is None else bound
     keeper.release(

@@ -15,16 +15,24 @@ from opacus_bc.engine.batch import build_batch
 from opacus_bc.engine.book_keeping import build_book_keeping
 from opacus_bc.engine.booking import check_protected
 from opacus_bc.engine.individual import build_individual
+from opacus_bc.engine.limit import Limit
+from opacus_bc.engine.release import final_release
 from opacus_bc.engine.reports import warn_at_start
 from opacus_bc.engine.request import Request
 from opacus_bc.engine.run import Run
+from opacus_bc.gradients.half_precision import HalfPrecisionWatch
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.parallel.wrappers import bare
+from opacus_bc.parallel.wrappers import bare, unwrap
 
 
 def start(
-    request: Request, accountant: Any, noise: SecureNoise | None, earlier: Sequence[Run], dataset: Any
+    request: Request,
+    accountant: Any,
+    noise: SecureNoise | None,
+    earlier: Sequence[Run],
+    dataset: Any,
+    limit: Limit | None = None,
 ) -> Run:
     """Set a run up.
 
@@ -36,6 +44,7 @@ def start(
         noise: The cryptographic source, in secure mode.
         earlier: The runs that the same accountant counts already.
         dataset: The data set that was accounted last, or None.
+        limit: The budget that its final release must fit into, or None.
     """
     build = build_individual
     if request.batch or request.book_keeping:
@@ -43,14 +52,20 @@ def start(
     with ExitStack() as undo:
         undo.callback(_restore, [(p, p.grad, set(vars(p))) for p in request.module.parameters()])
         run = build(request, accountant, noise, undo)
+        if not request.batch:
+            run.optimizer.half_precision = watch = HalfPrecisionWatch(unwrap(run.policy.root))
+            run.guests = (*run.guests, watch)
         for guest in run.guests:
             undo.callback(guest.remove)
         check_protected(accountant, run.plan, [other.plan for other in earlier])
+        if limit is not None and (final := final_release(run)) is not None:
+            limit.check_reserved(final)
         _warn_of_idle_policy(request, run)
         _warn_of_others(run, earlier, dataset)
         warn_at_start(run)
         undo.pop_all()
-    run.optimizer.licence.take_over(run.policy.keeper.after_step)
+    run.optimizer.put_buffers_back = run.policy.before_delivery
+    run.optimizer.licence.take_over(run.policy.after_step)
     return run
 
 

@@ -26,7 +26,8 @@ MEANINGLESS_EPSILON = 50.0
 _ASSUMPTIONS = (
     "the number of steps and every noise, clipping and learning-rate schedule were fixed without looking at "
     "the private data or at this run's results on it",
-    "nobody learns the random seeds of noise and sampling",
+    "nobody learns the random seeds of noise and sampling, nor those of dropout and augmentation "
+    "(torch.manual_seed before training)",
     "public data, the data set's size and the hyper-parameters are public; hyper-parameters that were tuned "
     "on the private data cost more",
     "training forwards carry nothing of the private data over to later steps in plain attributes, and "
@@ -34,10 +35,11 @@ _ASSUMPTIONS = (
 )
 _OF_SAMPLES = ("one person is one sample: several samples of one person are protected as a group",)
 _OF_INDIVIDUAL_CLIPPING = (
-    "one row of a batch is one sample, and a sample's loss and its way through the model do not depend on "
-    "other samples (rows are counted in every step, forwards are probed in the first ones: evidence, no "
-    "proof; weighted means, ignore_index, contrastive losses, MixUp and padding to a batch's longest sample "
-    "that the model does not mask break it unseen)",
+    "one row of a batch is one sample, the loss is the samples' mean or sum as loss_reduction says, and a "
+    "sample's loss and its way through the model do not depend on other samples (rows are counted in every "
+    "step, forwards are probed in the first ones: evidence, no proof; weighted means, ignore_index, "
+    "contrastive losses, MixUp and padding to a batch's longest sample that the model does not mask break it "
+    "unseen)",
 )
 _OF_SEVERAL_ROWS = (
     "the training loop leaves the rows of a batch in the order in which they were delivered: a user's "

@@ -134,7 +134,7 @@ class GhostNorms:
         if not all(hasattr(p, "_norm_sample") for p in params):
             return _MISSING
         if any(p._norm_sample.dtype in HALF for p in params):
-            return _HALF_PRECISION
+            return HALF_PRECISION
         if any(hasattr(p, "_current_grad_sample") for p in params):
             for p in params:
                 p.__dict__.pop("_current_grad_sample", None)
@@ -180,9 +180,9 @@ _ROWS = (
     "position embedding that runs once for the whole batch, frames or tokens folded into the batch). "
     "Nothing was released; clipping='batch' does not need that"
 )
-_HALF_PRECISION = (
-    "ghost clipping under autocast: its norms are in half precision and off by up to a per cent, and so "
-    "would be the clip bound. Use float32, grad_sample_mode='hooks' or clipping='batch'"
+HALF_PRECISION = (
+    "ghost clipping in half precision (autocast, or frozen layers): its norms are off by up to a per cent, "
+    "and so would be the clip bound. Use float32, grad_sample_mode='hooks' or clipping='batch'"
 )
 _THAWED = (
     "a parameter was frozen when make_private was called, so ghost clipping has no norms of it: call "

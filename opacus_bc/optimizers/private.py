@@ -20,6 +20,7 @@ from opacus_bc._opacus import DPOptimizer
 from opacus_bc.alc.adaptive import AdaptiveClipping
 from opacus_bc.alc.report import LayerReport, layer_report
 from opacus_bc.draws.ledger import Delivery, DrawLedger
+from opacus_bc.gradients.half_precision import HalfPrecisionWatch
 from opacus_bc.mechanism.blocks import Block, effective_noise_multiplier
 from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.mechanism.names import type_name
@@ -83,6 +84,8 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
 
     Attributes:
         booking: Told of every release before weights move.
+        put_buffers_back: Called before every delivery and after its use: see ``batch_norm/once_a_step.py``.
+        half_precision: Individual clipping's watch over the forward passes.
         licence: Lets the torch optimizer inside move weights, once for each release.
     """
 
@@ -111,6 +114,8 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
         self.clip_rule = clip_rule
         self.ledger = ledger
         self.booking: Callable[[PrivateOptimizer], None] | None = None
+        self.put_buffers_back: Callable[[], None] | None = None
+        self.half_precision: HalfPrecisionWatch | None = None
         self.licence = Licence(optimizer)
         self._rates = RateWatch()
         super().__init__(optimizer, **opacus)
@@ -335,6 +340,10 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
     def before_delivery(self) -> None:
         """Forget all gradients, so that none survives from another batch."""
         self.licence.revoke()
+        if self.put_buffers_back is not None:
+            self.put_buffers_back()
+        if self.half_precision is not None:
+            self.half_precision.forget()
         for p in self.held_parameters():
             p.grad = None
 
@@ -349,8 +358,12 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
 
         One sample more would change how all others are rounded; a sum's rounding is a sample's own.
         """
-        if self.loss_reduction == "mean" and any(dtype in HALF for dtype in dtypes):
+        found = self._through_half_precision() or any(dtype in HALF for dtype in dtypes)
+        if self.loss_reduction == "mean" and found:
             raise RuntimeError(HALF_OF_A_MEAN)
+
+    def _through_half_precision(self) -> bool:
+        return self.half_precision is not None and self.half_precision.found
 
     # -- converged entries (ALC's freeze) -------------------------------------------------------------------
 
@@ -381,10 +394,11 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus is untyped
 
 
 HALF_OF_A_MEAN = (
-    "gradients in half precision (autocast, or half-precision weights) of a mean loss: the mean divides by "
-    "the batch's size before they are rounded, so one sample more changes how all others are rounded, which "
-    "no clip bound covers. Use a summed loss with make_private(loss_reduction='sum') and divide the learning "
-    "rate by the expected batch size, or use float32 or clipping='batch'. Nothing was released"
+    "gradients in half precision (autocast, or half-precision weights, frozen ones too) of a mean loss: the "
+    "mean divides by the batch's size before they are rounded, so one sample more changes how all others are "
+    "rounded, which no clip bound covers. Use a summed loss with make_private(loss_reduction='sum') and "
+    "divide the learning rate by the expected batch size, or use float32 or clipping='batch'. Nothing was "
+    "released"
 )
 NO_EPSILON = (
     "the state that was loaded comes from earlier steps, which this engine's epsilon does not count. If they "

@@ -19,6 +19,7 @@ from opacus_bc._opacus import (
     SimpleDistributedPerLayerOptimizer,
 )
 from opacus_bc.draws.ledger import Delivery
+from opacus_bc.gradients.ghost import HALF_PRECISION
 from opacus_bc.mechanism.clipping import HALF
 from opacus_bc.optimizers.private import OpenDraw
 from opacus_bc.optimizers.rows import check_rows
@@ -190,6 +191,8 @@ class GhostOptimizer(_FixedBounds, DPOptimizerFastGradientClipping):  # type: ig
 
     def _check_gradients(self, draw: OpenDraw, delivery: Delivery) -> None:
         reason = self._hooks.why_not_clipped(self.params)
+        if self._through_half_precision():  # of a sum too: the second pass is rounded in another way
+            reason = HALF_PRECISION
         if reason is not None:
             self._hooks.forget_norms()
             for p in self.params:

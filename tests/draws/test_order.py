@@ -108,6 +108,30 @@ def test_a_data_set_that_reads_in_its_own_order_is_refused(unit: dict[str, Any])
             delivered(dataset, padded, **unit)
 
 
+class PairsAtOnce(AtOnce):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), float(index)), 0
+
+
+@pytest.mark.filterwarnings("ignore:batch_norm='private'")
+def test_private_statistics_of_users_refuse_a_data_set_that_reads_in_its_own_order() -> None:
+    """A release takes many users at once, and clips the mean of the rows that stand where a user's should."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="__getitems__"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(PairsAtOnce(), batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            clipping="batch",
+            batch_norm="private",
+            unit=IDS,
+            mini_batch_size=2,
+        )
+    assert type(model[1]) is nn.BatchNorm1d
+
+
 class Person:
     """Equals only itself."""
 

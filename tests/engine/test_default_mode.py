@@ -209,6 +209,7 @@ def test_a_model_that_one_backward_cannot_serve_is_told_of_hooks() -> None:
 
 @pytest.mark.parametrize("how", ["around", "inside", "a part"])
 def test_a_model_that_is_compiled_afterwards_is_told_of_hooks(how: str) -> None:
+    torch._dynamo.reset()  # after many models of other tests it would leave this one as it is
     run = Training(None)
     if how == "around":
         run.wrapper = torch.compile(run.wrapper, backend="eager")

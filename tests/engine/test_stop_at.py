@@ -110,6 +110,51 @@ def test_the_final_release_of_private_statistics_is_reserved() -> None:
     assert before < run.engine.get_epsilon(DELTA) <= 2.0
 
 
+@pytest.mark.filterwarnings("ignore:batch_norm='private'")
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_release_on_the_way_that_does_not_fit_is_refused_and_one_that_fits_ends_training_earlier(
+    trained: bool,
+) -> None:
+    run = Run("batch", batch_norm=PrivateStatistics(noise_multiplier=3.0))
+    run.engine.stop_at(2.0, DELTA)
+    run.train(30 if trained else 1)
+    before, booked = dict(run.model.named_buffers()), list(run.engine.accountant.history)
+    with pytest.raises(BudgetSpentError, match="running statistics would spend more than epsilon=2"):
+        run.engine.recalibrate_batch_norm(noise_multiplier=0.5)
+    assert run.engine.accountant.history == booked
+    assert all(torch.equal(value, before[name]) for name, value in run.model.named_buffers())
+    run.engine.recalibrate_batch_norm()  # the last one, or one more
+    run.train(30)
+    run.engine.finalize(run.module)
+    assert run.engine.get_epsilon(DELTA) <= 2.0
+    assert len(run.engine.accountant.history) == (2 if trained else 3)
+
+
+@pytest.mark.filterwarnings("ignore:batch_norm='private'")
+def test_a_budget_below_what_is_reserved_is_refused_before_anything_changes() -> None:
+    """The last release alone would have cost epsilon = 7.6 under a budget of 2."""
+    run = Run("batch", batch_norm=PrivateStatistics(noise_multiplier=0.5))
+    with pytest.raises(ValueError, match="does not cover the final release"):
+        run.engine.stop_at(2.0, DELTA)
+    assert run.engine._limit is None
+    run.engine.stop_at(20.0, DELTA)
+
+    eng, model = engine(), mlp(norm=True)
+    eng.stop_at(2.0, DELTA)
+    with pytest.raises(ValueError, match="does not cover the final release"):
+        eng.make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(DATA, batch_size=16),
+            noise_multiplier=2.0,
+            max_grad_norm=1.0,
+            clipping="batch",
+            batch_norm=PrivateStatistics(noise_multiplier=0.5),
+        )
+    assert type(model[1]) is nn.BatchNorm1d
+    assert not eng._runs
+
+
 def test_a_resumed_run_ends_where_the_whole_run_would_have(tmp_path: Path) -> None:
     run = Run()
     run.engine.stop_at(2.0, DELTA)

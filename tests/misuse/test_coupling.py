@@ -492,6 +492,19 @@ def test_a_criterion_that_divides_by_the_batchs_labels_is_named(mode: str) -> No
         Run(Plain(), mode, criterion=nn.NLLLoss(ignore_index=1))
 
 
+@pytest.mark.parametrize("mode", ["hooks", "bk"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_criterion_that_reduces_otherwise_than_loss_reduction_says_is_refused(
+    mode: str, reduction: str
+) -> None:
+    """Of 20 samples under a mean that was declared a sum, one more moved the release by 1.95 C."""
+    model, declared = Plain(), {"mean": "sum", "sum": "mean"}[reduction]
+    with pytest.raises(ValueError, match=f"loss_reduction='{declared}', and CrossEntropyLoss has reduction"):
+        Run(model, mode, criterion=nn.CrossEntropyLoss(reduction=reduction), loss_reduction=declared)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    Run(model, mode, criterion=nn.CrossEntropyLoss(reduction="none"), loss_reduction=declared)
+
+
 def test_criteria_that_keep_samples_apart_are_not_named() -> None:
     Run(Plain(), criterion=nn.CrossEntropyLoss())
     Run(Plain(), criterion=nn.CrossEntropyLoss(weight=torch.ones(2), reduction="sum"), loss_reduction="sum")

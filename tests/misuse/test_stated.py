@@ -24,8 +24,16 @@ UNSEEN = {
     ),
     "weighted means": ("weighted means", "the mean of `cross_entropy(..., weight=w)`"),
     "ignore_index": ("ignore_index", "with `ignore_index`"),
+    "a mean that is declared a sum": (
+        "mean or sum as loss_reduction says",
+        "one more moved the release by 1.95 C",
+    ),
     "contrastive losses": ("contrastive losses", "contrastive losses"),
     "couplings that begin later": ("evidence, no proof", "Not seen are couplings that begin later"),
+    "half precision of the loss itself": (
+        "as loss_reduction says",
+        "half precision of the loss itself",
+    ),
     "state outside of buffers": (
         "in plain attributes",
         "from one training forward to the next in plain attributes",
@@ -47,6 +55,10 @@ UNSEEN = {
         'Private samples that were changed before they went into a "public" file',
     ),
     "known seeds": ("nobody learns the random seeds", "ε is void for whoever knows a seed"),
+    "known seeds of dropout": (
+        "nor those of dropout and augmentation",
+        "one sample more changes which random numbers all others get",
+    ),
     "a choice by results": (
         "fixed without looking at the private data",
         "early stopping or a choice between runs",
@@ -110,3 +122,14 @@ def test_a_weighted_mean_lets_one_label_change_the_gradients_of_all() -> None:
         return logits.grad[:3]
 
     assert not torch.allclose(of_the_others(0), of_the_others(1))
+
+
+def test_known_masks_of_dropout_change_for_all_samples_when_one_joins() -> None:
+    """Why it is named: the second layer's masks begin where the first one's end."""
+    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+
+    def masks(samples: int) -> Tensor:
+        torch.manual_seed(0)
+        return layers(torch.ones(samples, 8))[:8]
+
+    assert not torch.equal(masks(8), masks(9))

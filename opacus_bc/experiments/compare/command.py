@@ -208,14 +208,13 @@ def _run(
 def run_cell(cell: Cell, on_epoch: Progress, *, root: Path, source: Source) -> dict[str, Any]:
     """Train a cell from where it stands and keep its result."""
     store = Store(root)
-    checkpoint = store.checkpoint(cell)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".* is no less than 1/"
         )  # told once, with the option's name
-        result = train(cell, source.load(), checkpoint=checkpoint, on_epoch=on_epoch)
+        result = train(cell, source.load(), checkpoint=store.checkpoint(cell), on_epoch=on_epoch)
     write_json(store.cell(cell), result)
-    checkpoint.unlink(missing_ok=True)
+    store.drop_checkpoint(cell)
     return result
 
 

@@ -108,6 +108,12 @@ class Store:
         """Where an unfinished cell stands."""
         return self.root / "cells" / f"{key(config)}.pt"
 
+    def drop_checkpoint(self, config: Any) -> None:
+        """The cell is finished: nobody needs its checkpoint, nor what lies beside it."""
+        checkpoint = self.checkpoint(config)
+        for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
+            path.unlink()
+
     def cost(self, config: Any) -> Path:
         """Where the measured cost of a method is kept; the name changes with what is counted."""
         return self.root / "costs" / f"{key(config)}-2.json"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from opacus_bc.experiments.compare.command import run_cell
 from opacus_bc.experiments.compare.presets import Setting, fitted, preset
 from opacus_bc.experiments.training.cells import Cell
-from opacus_bc.experiments.training.data import limited, load
+from opacus_bc.experiments.training.data import Source, limited, load
 from opacus_bc.experiments.training.methods import GROUPS, METHODS, select
 from opacus_bc.experiments.training.train import train
 from opacus_bc.experiments.training.users import made_up_users
@@ -41,6 +43,16 @@ def test_methods_of_users_book_users_at_the_rate_of_users(name: str) -> None:
     assert result["adjacency"] == "add/remove one user"
     assert result["noise_factor"] == 1.0
     assert 7.0 < result["epsilon"] <= 8.0
+
+
+def test_a_finished_cell_of_users_leaves_nothing_but_its_result(tmp_path: Path) -> None:
+    method = replace(METHODS["user-ic"], users=40)
+    cell = Cell(
+        method=method, dataset="digits", model="smallnet", epsilon=8.0, delta=1e-3, epochs=2, batch_size=20,
+        lr=0.3, clip=0.5, seed=0,
+    )  # fmt: skip
+    run_cell(cell, lambda _: None, root=tmp_path, source=Source(dataset="digits", root=tmp_path))
+    assert [path.suffix for path in tmp_path.rglob("*.*")] == [".json"]
 
 
 def test_the_comparison_of_users_has_one_name_and_settings_of_its_own() -> None:
