@@ -68,6 +68,23 @@ def test_the_audit_sees_a_chunk_that_is_cut_inside_a_user(monkeypatch: pytest.Mo
     assert _violated(toy)
 
 
+def test_a_cap_that_is_not_enforced_costs_nothing_that_an_audit_could_see(monkeypatch: Any) -> None:
+    """A user stays one vector of norm C; tests/draws/test_users.py is what fails without the cap."""
+    delivered: list[int] = []
+
+    def uncapped(users: Any, cap: int, views: int, generator: Any, user: int) -> list[int]:
+        rows: list[int] = np.repeat(users.samples_of(user), views).tolist()
+        delivered.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(sources, "rows_of_user", uncapped)
+    for method in ("BK of users", "GBC of users"):
+        toy = UserToy(method=method)
+        assert not _violated(toy)
+        assert max(delivered) > toy.cap
+        delivered.clear()
+
+
 def test_the_audit_sees_samples_drawn_instead_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six chances instead of one: 0.82 instead of 0.25."""
 
