@@ -64,5 +64,10 @@ def resnet8(norm: Norm) -> nn.Module:
 
 
 NETWORKS: Mapping[str, Callable[[Norm], nn.Module]] = MappingProxyType(
-    {"convnet": convnet, "convnet-tanh": partial(convnet, activation="tanh"), "resnet8": resnet8}
+    {
+        "convnet": convnet,
+        "convnet-norm-first": partial(convnet, order="conv-norm-act"),  # as in residual networks
+        "convnet-tanh": partial(convnet, activation="tanh"),
+        "resnet8": resnet8,
+    }
 )
