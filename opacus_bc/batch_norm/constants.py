@@ -18,17 +18,27 @@ from opacus_bc.public.data import PublicDataError
 
 
 class ConstantsKeeper(PublicKeeper):
-    """Also gives the layers of individual clipping their training constants every ``refresh_every`` steps."""
+    """Also gives the layers of individual clipping their training constants every ``refresh_every`` steps.
 
-    def __init__(self, root: nn.Module, batches: PublicBatches, *, refresh_every: int = 1) -> None:
+    Args:
+        root: The model.
+        batches: The public data.
+        refresh_every: Steps between new constants.
+        follow: Whether gradients follow the statistics into the layers before.
+    """
+
+    def __init__(
+        self, root: nn.Module, batches: PublicBatches, *, refresh_every: int = 1, follow: bool = False
+    ) -> None:
         super().__init__(root, batches)
         self.refresh_every = refresh_every
+        self.follow = follow
         self.steps = 0
         self.refreshes = 0
         self.not_followed: dict[str, str] = {}  # BatchNorm layers at the last refresh, and why
 
     def _for(self, root: nn.Module) -> ConstantsKeeper:
-        return ConstantsKeeper(root, self.batches, refresh_every=self.refresh_every)
+        return ConstantsKeeper(root, self.batches, refresh_every=self.refresh_every, follow=self.follow)
 
     def start(self) -> None:
         """Try the public data out and take the first constants."""
@@ -40,7 +50,7 @@ class ConstantsKeeper(PublicKeeper):
             )
         super().start()
         self.refresh_constants()
-        if self.not_followed:
+        if self.not_followed and self.batches.config.differentiate:  # asked for by name
             which = "; ".join(f"{name}: {reason}" for name, reason in self.not_followed.items())
             warnings.warn(
                 f"differentiate=True changes nothing for these BatchNorm layers, whose statistics stay "
@@ -53,7 +63,7 @@ class ConstantsKeeper(PublicKeeper):
             "training and evaluation normalise with statistics of public batches, as constants (new ones "
             f"every {_ordinal(self.refresh_every)}step in training), so every sample's gradient is its own"
         )
-        if self.batches.config.differentiate:
+        if self.follow:
             text += "; it also follows these statistics into the last layers that feed them by channel"
         return text
 
@@ -89,9 +99,8 @@ class ConstantsKeeper(PublicKeeper):
         norms: dict[nn.Module, str] = {
             m: name for name, m in layers.items() if issubclass(m.plain_type, _BatchNorm)
         }
-        follow = config.differentiate
-        with self.running() as root, tracing(root, norms if follow else ()) as trace:
-            seen = collect(root, layers.values(), [batch], seed=config.seed, differentiable=follow)
+        with self.running() as root, tracing(root, norms if self.follow else ()) as trace:
+            seen = collect(root, layers.values(), [batch], seed=config.seed, differentiable=self.follow)
         for layer, pairs in seen.items():
             if pairs and isinstance(layer, ConstantStatistics):
                 averages = (torch.stack(each).mean(0) for each in zip(*pairs, strict=True))

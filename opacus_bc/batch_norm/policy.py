@@ -77,6 +77,7 @@ class BatchNormPolicy:
         *,
         individual: bool,
         refresh_every: int,
+        can_follow: bool,
     ) -> None:
         self.root = root
         self.layers = layers
@@ -85,6 +86,7 @@ class BatchNormPolicy:
         self.public = config if isinstance(config, PublicStatistics) else None
         self.name = policy_name(config) if layers else "none"
         self.refresh_every = refresh_every
+        self.follow = can_follow and self.public is not None and self.public.differentiate is not False
         self.keeper = Keeper(_NOBODY_WRITES["none"])
         self.finished = False
         self._watches: list[BufferWatch | ParameterWatch] = []
@@ -144,7 +146,9 @@ class BatchNormPolicy:
         if self.name == "public" and self.public is not None:
             batches = PublicBatches(self.public)
             if self.individual:
-                return ConstantsKeeper(self.root, batches, refresh_every=self.refresh_every)
+                return ConstantsKeeper(
+                    self.root, batches, refresh_every=self.refresh_every, follow=self.follow
+                )
             return PublicKeeper(self.root, batches)
         if self.name == "private" and isinstance(self.config, PrivateStatistics):
             owner: Unit = "user" if unit == "user" else "sample"
@@ -290,13 +294,22 @@ def make_policy(
     individual: bool = False,
     private_loader: Loader | None = None,
     refresh_every: int = 1,
+    can_follow: bool = False,
     trained: Collection[nn.Parameter] | None = None,
 ) -> BatchNormPolicy:
-    """Validate ``policy`` for ``module`` (see :func:`check_policy`); nothing changes before ``install``."""
+    """Validate ``policy`` for ``module`` (see :func:`check_policy`); nothing changes before ``install``.
+
+    ``can_follow`` says whether per-sample gradients can follow public statistics into the layers before.
+    """
     layers = check_policy(
         module, policy, individual=individual, private_loader=private_loader, trained=trained
     )
     check_count("batch_norm_refresh", refresh_every)
     return BatchNormPolicy(
-        module, resolve(policy), layers, individual=individual, refresh_every=refresh_every
+        module,
+        resolve(policy),
+        layers,
+        individual=individual,
+        refresh_every=refresh_every,
+        can_follow=can_follow,
     )

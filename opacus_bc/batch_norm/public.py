@@ -37,7 +37,8 @@ class PublicStatistics:
             weights and biases of the layers before, of which they are functions at the public batch. Learns
             faster (BatchNorm's gradient is then free of what the statistics would undo), costs a backward
             over the public batch at every refresh and a second pass over these layers' per-sample gradients;
-            sensitivity and noise stay what they are.
+            sensitivity and noise stay what they are. None: wherever it can be had, which is individual
+            clipping in one backward and with hooks. False: the statistics are constants to a gradient.
 
     **Edge cases** of ``differentiate``: a BatchNorm is followed into every linear and convolution layer that
     feeds it channel by channel, which is found by tracing the public batch: through activations, pooling,
@@ -46,19 +47,19 @@ class PublicStatistics:
     (softmax over channels, a channel repeated, positions that are flattened into channels); whatever lies
     behind such a layer, behind another BatchNorm or behind any other layer with weights, PReLU included (so
     the inputs of the layers that are followed count as constants); a BatchNorm that is used twice or has
-    nothing to train. A warning names each BatchNorm for which nothing is left to follow.
+    nothing to train. With True a warning names each BatchNorm for which nothing is left to follow.
     """
 
     loader: Loader
     max_batches: int = 32
     seed: int = 0
-    differentiate: bool = False
+    differentiate: bool | None = None
 
     def __post_init__(self) -> None:
         check_public_loader(self.loader)
         check_count("max_batches", self.max_batches)
-        if not isinstance(self.differentiate, bool):
-            raise ValueError(f"differentiate must be True or False, got {self.differentiate!r}")
+        if not isinstance(self.differentiate, bool | None):
+            raise ValueError(f"differentiate must be True, False or None, got {self.differentiate!r}")
 
 
 class PublicBatches:

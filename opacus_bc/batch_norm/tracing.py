@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,13 @@ class _Use:
             x, layer.weight.shape, grad, layer.stride, padding, layer.dilation, layer.groups
         )
         return result
+
+    def directly_before(self, into_mean: Tensor, into_var: Tensor) -> Upstream:
+        """:meth:`upstream` with nothing in between: all rows of an ungrouped layer move their means alike."""
+        found = self.upstream(into_mean, into_var, None)
+        if getattr(self.layer, "groups", 1) != 1:
+            return found
+        return replace(found, weight_mean=found.weight_mean[:1].expand_as(found.weight_mean))
 
     def upstream(self, into_mean: Tensor, into_var: Tensor, channels: Tensor | None) -> Upstream:
         """The entry of a BatchNorm, given its statistics' gradients with respect to the output."""
@@ -179,7 +186,7 @@ def _follow(x: Tensor, uses: list[_Use]) -> tuple[Upstream, ...]:
         dvar = (x - x.mean(dims, keepdim=True)).mul_(2 / (count - 1))
     for use in uses:
         if x.grad_fn is use.output.node and use.axis == 1:  # nothing in between
-            return (use.upstream(dmean, dvar, None),)
+            return (use.directly_before(dmean, dvar),)
     with torch.no_grad():
         marks = _marks(x.shape[1]).to(x)
         dmarked = (dvar + dmean).mul_(marks.view(by_channel))

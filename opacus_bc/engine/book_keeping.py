@@ -65,6 +65,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
         individual=True,
         private_loader=request.data_loader,
         refresh_every=request.batch_norm_refresh,
+        can_follow=True,
         trained=request.held,
     )
     wrapper = data_parallel(request.module)

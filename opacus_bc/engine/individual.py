@@ -207,6 +207,7 @@ def _policy(request: Request) -> BatchNormPolicy:
         individual=True,
         private_loader=request.data_loader,
         refresh_every=request.batch_norm_refresh,
+        can_follow=request.mode == "hooks",
         trained=request.held,
     )
     mode = request.mode
@@ -224,8 +225,8 @@ def _policy(request: Request) -> BatchNormPolicy:
         )
     if policy.public is not None and policy.public.differentiate and mode != "hooks":
         raise ValueError(
-            f"PublicStatistics(differentiate=True) needs grad_sample_mode='hooks', got {mode!r}: Opacus's "
-            "ghost norms know of no gradient from one layer into another"
+            f"PublicStatistics(differentiate=True) needs grad_sample_mode='bk' or 'hooks', got {mode!r}: "
+            "Opacus's ghost norms know of no gradient from one layer into another"
         )
     return policy
 

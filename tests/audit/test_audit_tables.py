@@ -152,8 +152,8 @@ def test_every_row_of_users_is_set_up_as_it_says(method: str) -> None:
     assert (run.optimizer.adaptive is not None) == (mode.alc is not None)
     words = {None: "none", "differentiated": "public"}
     assert run.policy.name == words.get(mode.batch_norm, mode.batch_norm)
-    if run.policy.public is not None:
-        assert run.policy.public.differentiate == (mode.batch_norm == "differentiated")
+    if run.policy.layers:
+        assert run.policy.follow == (mode.batch_norm == "differentiated")
     assert len(releases) == (1 if mode.batch_norm is None else 4)
 
 
@@ -162,5 +162,4 @@ def test_the_rows_of_samples_obey_the_policy_that_they_name(method: str) -> None
     for policy in OF_MINI_SETS if method == "BC" else OF_CONSTANTS:
         (run,) = make_toy(single_round(f"{method} + BatchNorm, {policy}"), canaries=1).engine._runs
         assert run.policy.name == policy.replace("differentiated", "public")
-        if run.policy.public is not None:
-            assert run.policy.public.differentiate == (policy == "differentiated")
+        assert run.policy.follow == (policy == "differentiated")

@@ -271,7 +271,10 @@ def test_copies_pickles_and_finalized_models_carry_no_gradient_of_statistics() -
     ("arguments", "message"),
     [
         ({"clipping": "batch"}, "goes with individual clipping"),
-        ({"clipping": "flat", "grad_sample_mode": "ghost"}, "needs grad_sample_mode='hooks'"),
+        (
+            {"clipping": "flat", "grad_sample_mode": "ghost"},
+            "needs grad_sample_mode='bk' or 'hooks', got 'ghost'",
+        ),
     ],
 )
 def test_differentiate_is_refused_where_it_cannot_be_had(arguments: dict[str, Any], message: str) -> None:
@@ -281,8 +284,24 @@ def test_differentiate_is_refused_where_it_cannot_be_had(arguments: dict[str, An
     assert type(model[1]) is nn.BatchNorm2d
 
 
-def test_differentiate_is_a_truth_value() -> None:
-    with pytest.raises(ValueError, match="differentiate must be True or False, got 'yes'"):
+@pytest.mark.parametrize(
+    "arguments", [{"clipping": "batch"}, {"clipping": "flat", "grad_sample_mode": "ghost"}]
+)
+def test_by_default_statistics_stay_constants_where_they_cannot_be_followed(
+    arguments: dict[str, Any],
+) -> None:
+    eng, module, optimizer, criterion, loader = make_private(
+        network(), batch_norm=PublicStatistics(loader=public()), **arguments
+    )
+    for x, y in batches(loader, 1):
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+    assert "follows these statistics" not in eng.statement(1e-5)
+
+
+def test_differentiate_is_a_truth_value_or_none() -> None:
+    with pytest.raises(ValueError, match="differentiate must be True, False or None, got 'yes'"):
         PublicStatistics(loader=public(), differentiate="yes")  # type: ignore[arg-type]
 
 

@@ -24,9 +24,11 @@ from torch.utils.data import DataLoader
 from opacus_bc._opacus import GradSampleHooks
 from opacus_bc.batch_norm.buffers import MovingBufferError
 from opacus_bc.batch_norm.layers import ConstantStatistics, patch
+from opacus_bc.batch_norm.public import PublicStatistics
 
 pytestmark = pytest.mark.filterwarnings(BACKWARD_HOOK_REMARK)
 PUBLIC = public()
+CONSTANTS = PublicStatistics(loader=PUBLIC, differentiate=False)
 
 
 def oracle(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
@@ -56,7 +58,7 @@ def with_constants(model: nn.Module, patched: nn.Module) -> nn.Module:
 def test_per_sample_gradients_equal_those_of_evaluation_mode_sample_by_sample(loss_reduction: str) -> None:
     model = network()
     plain = copy.deepcopy(model)
-    _, module, *_ = make_private(model, clipping="flat", batch_norm=PUBLIC, loss_reduction=loss_reduction)
+    _, module, *_ = make_private(model, clipping="flat", batch_norm=CONSTANTS, loss_reduction=loss_reduction)
     x, y = images(12, seed=5).tensors
     nn.functional.cross_entropy(module(x), y, reduction=loss_reduction).backward()
     expected = oracle(with_constants(plain, model), x, y)
@@ -150,7 +152,13 @@ def released_update(kwargs: dict[str, Any]) -> Tensor:
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     with pytest.warns(UserWarning, match="noise_multiplier=0"):
         _, module, *rest = make_private(
-            model, batch_norm=PUBLIC, noise_multiplier=0.0, lr=1.0, batch_size=48, max_grad_norm=0.3, **kwargs
+            model,
+            batch_norm=CONSTANTS,
+            noise_multiplier=0.0,
+            lr=1.0,
+            batch_size=48,
+            max_grad_norm=0.3,
+            **kwargs,
         )
     train(module, *rest)
     return torch.cat([p.detach().flatten() for p in model.parameters()]) - before

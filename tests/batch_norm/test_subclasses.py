@@ -95,7 +95,9 @@ def network(layer: Any, seed: int = 0) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("batch_norm", [PUBLIC, "frozen"], ids=["public", "frozen"])
+@pytest.mark.parametrize(
+    "batch_norm", [PublicStatistics(loader=PUBLIC, differentiate=False), "frozen"], ids=["public", "frozen"]
+)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_per_sample_gradients_go_through_what_the_layer_does_after_it_has_normalised(
     layer: Any, batch_norm: Any

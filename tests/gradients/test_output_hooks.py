@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from opacus_bc import PrivacyEngine
+from opacus_bc import PrivacyEngine, PublicStatistics
 from opacus_bc.batch_norm.buffers import ParameterWatch
 from opacus_bc.gradients.half_precision import HalfPrecisionWatch
 
@@ -49,7 +49,8 @@ def private(norm: type[nn.Module], **kwargs):
     torch.manual_seed(0)
     model = Overwriting(norm)
     if norm is nn.BatchNorm1d:
-        kwargs = {"grad_sample_mode": "hooks", "batch_norm": PUBLIC} | kwargs
+        constants = PublicStatistics(loader=PUBLIC, differentiate=False)
+        kwargs = {"grad_sample_mode": "hooks", "batch_norm": constants} | kwargs
     return engine().make_private(
         module=model,
         optimizer=optim.SGD(model.parameters(), lr=0.1),

@@ -36,9 +36,8 @@ def tiny_data(private: int = 48, public: int = 24, test: int = 20) -> Data:
 def tiny_cell(name: str, **changes: Any) -> Cell:
     """A cell for `tiny_data`: three steps an epoch, whole mini-sets in each."""
     method = METHODS[name]
-    model = "smallnet" if method.differentiate else "bn_lenet5"  # BatchNorm right after a convolution
     values: dict[str, Any] = {
-        "method": method, "dataset": "tiny", "model": model, "delta": 1e-3, "epochs": 2,
+        "method": method, "dataset": "tiny", "model": "bn_lenet5", "delta": 1e-3, "epochs": 2,
         "batch_size": 16, "lr": 0.05, "clip": 0.5, "seed": 3, "epsilon": 8.0 if method.private else None,
     }  # fmt: skip
     return Cell(**(values | changes))

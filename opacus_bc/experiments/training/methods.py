@@ -109,7 +109,7 @@ def _of_users(name: str, title: str, cap: int = 8, local_steps: int = 0) -> Meth
 _ALL = (
     Method(name="no-dp", title="no privacy", private=False, batch_norm=None),
     Method(name="opacus", title="Opacus IC, GroupNorm", group_norm=True, batch_norm=None),
-    _one_backward("ic", "IC, public BatchNorm"),
+    _one_backward("ic", "IC, public BatchNorm", differentiate=True),
     _batch("bc", "BC"),
     _batch("bc-alc", "BC + ALC by module", Layerwise()),
     _batch("bc-alc-tensor", "BC + ALC by tensor", Layerwise(layers="parameter")),
@@ -124,11 +124,12 @@ _ALL = (
 _ON_REQUEST = (
     _mini_sets(16, scale=True),
     _batch("bc-alc-partition", "BC + ALC, fixed partition (replace one)", Layerwise(), sampling="partition"),
-    _one_backward("ic-alc", "IC + ALC, public BatchNorm", alc=Layerwise()),
-    _one_backward("ic-diff", "IC, public BN differentiated", differentiate=True),
-    Method(name="ic-hooks", title="IC, public BatchNorm, hooks"),
-    _one_backward("user-ic", "IC of users, at most 8 images", mini_set=8, users=1000),
-    _one_backward("user-ic-32", "IC of users, at most 32 images", mini_set=32, users=1000),
+    _one_backward("ic-alc", "IC + ALC, public BatchNorm", alc=Layerwise(), differentiate=True),
+    _one_backward("ic-constants", "IC, public BatchNorm as constants"),
+    _one_backward("user-ic", "IC of users, at most 8 images", mini_set=8, users=1000, differentiate=True),
+    _one_backward(
+        "user-ic-32", "IC of users, at most 32 images", mini_set=32, users=1000, differentiate=True
+    ),
     _of_users("user-gbc", "GBC of users, at most 8 images"),
     _of_users("user-gbc-32", "GBC of users, at most 32 images", cap=32),
     _of_users("user-fedavg", "DP-FedAvg, 3 local steps", local_steps=3),

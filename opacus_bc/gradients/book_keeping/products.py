@@ -215,7 +215,8 @@ class LinearProduct:
 
     def along(self, direction: Tensor) -> Tensor:
         """See :class:`Product`."""
-        return (self.inputs @ direction.flatten(1).T).mul_(self.grads).sum(1)
+        met = self.inputs @ different_rows(direction).flatten(1).T
+        return (met * self.grads).sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
@@ -284,7 +285,8 @@ class ConvolutionProduct:
 
     def along(self, direction: Tensor) -> Tensor:
         """See :class:`Product`."""
-        return self.convolution.forward(self.inputs, direction).mul_(self.grads).flatten(2).sum(2)
+        met = self.convolution.forward(self.inputs, different_rows(direction))
+        return (met * self.grads).flatten(2).sum(2)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Entry`."""
@@ -340,13 +342,18 @@ def norms_from_above(entry: Product | WithTerms, squares: Tensor, lengths: Tenso
     return norms
 
 
+def different_rows(direction: Tensor) -> Tensor:
+    """The first row of a weight that is one row expanded; any other weight as it is."""
+    return direction[:1] if len(direction) > 1 and direction.stride(0) == 0 else direction
+
+
 @dataclass(frozen=True)
 class Term:
     """What a sample adds to a weight's gradient through public statistics: factors times a public direction.
 
     Attributes:
         factors: One for each sample and row of the weight.
-        direction: In the shape of the weight.
+        direction: In the shape of the weight; a row that is expanded where all are the same.
     """
 
     factors: Tensor
@@ -363,8 +370,9 @@ class Term:
 
     def inner(self, other: Term) -> Tensor:
         """Every sample's inner product with another term's gradient."""
-        rows = (self.direction.double() * other.direction.double()).flatten(1).sum(1)
-        return (self.factors.double() * other.factors.double()) @ rows
+        mine, others = (different_rows(each.direction).double() for each in (self, other))
+        rows = (mine * others).flatten(1).sum(1)
+        return (self.factors.double() * other.factors.double()) @ rows.expand(len(self.direction))
 
     def only(self, keep: Tensor) -> Term:
         """The samples where ``keep`` is true."""
@@ -401,10 +409,13 @@ class WithTerms:
         """See :class:`Entry`."""
         squares, lengths = self.product.squares()
         squares, longest = squares.clone(), lengths.sqrt()
-        for term in self.terms:
+        for i, term in enumerate(self.terms):
             squares += 2.0 * (self.product.along(term.direction) * term.factors).sum(1, dtype=torch.float64)
-            squares += sum((term.inner(other) for other in self.terms), torch.zeros_like(squares))
-            longest = longest + term.inner(term).sqrt()
+            for other in self.terms[:i]:
+                squares += 2.0 * term.inner(other)
+            own = term.inner(term)
+            squares += own
+            longest = longest + own.sqrt()
         return norms_from_above(self, squares, longest.square())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def network() -> nn.Module:
     ).double()  # fmt: skip
 
 
-def released(mode: str, *, differentiate: bool) -> Tensor:
+def released(mode: str, *, differentiate: bool | None) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, 3, 8, 8, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 10, (12,), generator=generator)
@@ -68,6 +68,13 @@ def test_one_backward_follows_public_statistics_as_hooks_do() -> None:
     followed, hooked = (released(mode, differentiate=True) for mode in ("bk", "hooks"))
     assert torch.linalg.vector_norm(followed - constants) > 0.01 * torch.linalg.vector_norm(constants)
     torch.testing.assert_close(followed, hooked, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["bk", "hooks"])
+def test_public_statistics_are_followed_unless_told_otherwise(mode: str) -> None:
+    by_default, followed, constants = (released(mode, differentiate=how) for how in (None, True, False))
+    assert torch.equal(by_default, followed)
+    assert not torch.allclose(by_default, constants)
 
 
 def products(seed: int, rows: int) -> list[WithTerms]:
