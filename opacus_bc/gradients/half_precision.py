@@ -68,7 +68,8 @@ def flows_in_half_precision(outputs: object) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if any(gradient.dtype in HALF for gradient in node._input_metadata):
-            return True
+        for gradient in node._input_metadata:
+            if gradient.dtype in HALF:
+                return True
         left.extend(following for following, _ in node.next_functions)
     return False

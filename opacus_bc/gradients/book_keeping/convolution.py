@@ -115,11 +115,10 @@ class Convolution:
         shape = (len(x), *grad.shape[2:], *self.kernel, x.shape[1])
         windows, b = pixels.as_strided(shape, (rows, *jumps, *steps, 1)), grad.flatten(2)
         entries, places = weight[0].numel(), b.shape[2]
-        result = grad.new_empty((len(x), *weight.shape))
+        result = grad.new_empty((len(x), len(weight), entries))
         for part, buffer in _buffers(windows, entries * places):
-            found = torch.bmm(b[part], buffer.copy_(windows[part]).view(-1, places, entries))
-            result[part] = found.view(-1, len(weight), *shape[-len(self.kernel) - 1 :]).movedim(-1, 2)
-        return result
+            torch.bmm(b[part], buffer.copy_(windows[part]).view(-1, places, entries), out=result[part])
+        return result.view(len(x), len(weight), *self.kernel, -1).movedim(-1, 2)
 
     def _by_groups(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """Torch's own weight gradient, each sample a group of its own."""
