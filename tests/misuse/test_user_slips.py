@@ -352,6 +352,53 @@ def test_the_watch_over_parameters_takes_itself_off() -> None:
     assert not any(isinstance(hook.__self__, ParameterWatch) for hook in module._forward_pre_hooks.values())
 
 
+@pytest.mark.parametrize("mode", ["bk", "hooks"])
+def test_torchs_gradient_clipping_in_the_loop_changes_nothing_under_individual_clipping(mode: str) -> None:
+    """The release is made of the samples' gradients; what stands in ``.grad`` before is no part of it."""
+    moved = []
+    for most in (None, 1e-3):
+        model = mlp()
+        module, optimizer, loader = engine().make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(DATA, batch_size=len(DATA)),  # q = 1: everybody is drawn
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            grad_sample_mode=mode,
+            noise_generator=torch.Generator().manual_seed(0),
+        )
+        for x, y in loader:
+            nn.functional.cross_entropy(module(x), y).backward()
+            if most is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), most)
+            optimizer.step()
+        moved.append(weights(model) - weights(mlp()))
+    assert moved[0].norm() > 0.01
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-5, atol=1e-8)  # the order of the batch differs
+
+
+@pytest.mark.filterwarnings("ignore:noise_multiplier=0")
+def test_torchs_gradient_clipping_in_the_loop_only_shortens_a_mini_set_of_batch_clipping() -> None:
+    longest = []
+    for most in (None, 0.05):
+        model = mlp()
+        module, optimizer, loader = engine().make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(DATA, batch_size=len(DATA)),
+            noise_multiplier=0.0,
+            max_grad_norm=0.1,
+            clipping="batch",
+        )
+        for x, y in loader:
+            nn.functional.cross_entropy(module(x), y).backward()
+            if most is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), most)
+            optimizer.step()
+        longest.append(float((weights(model) - weights(mlp())).norm()))
+    assert longest == pytest.approx([0.1, 0.05], rel=1e-4)
+
+
 def test_bounds_by_layer_are_one_for_each_parameter() -> None:
     with pytest.raises(ValueError, match="max_grad_norm has 3 bounds for 10 trainable parameters"):
         make_private(network(), clipping="per_layer", max_grad_norm=[1.0] * 3, batch_norm=public())
