@@ -2,6 +2,7 @@
 
     python benchmarks/from_scratch.py --data DIR --search [--networks convnet resnet8] [--methods ...]
     python benchmarks/from_scratch.py --data DIR [--networks ...] [--methods ...] [--epsilons 8] [--seeds 0]
+    python benchmarks/from_scratch.py --data DIR --search ... [--refresh 10] [--public-batch 1000]
     python benchmarks/from_scratch.py --table
 
 CIFAR-10 from scratch under individual clipping in one backward. Every image is brought to mean 0 and
@@ -11,7 +12,8 @@ first SEARCH_EPOCHS epochs of the very run for every rate in RATES, the same lis
 looks at the judging images alone. It reads the private images, so epsilon covers one run with given
 settings and not the search. Without it, the run whose rate was best there goes on to EPOCHS epochs, and the
 10,000 test images are looked at once, after the last one. What is judged are averaged weights
-(opacus_bc.AveragedWeights).
+(opacus_bc.AveragedWeights). ``--refresh`` and ``--public-batch`` say how often public statistics are taken
+anew, and from how many images; their runs have names of their own.
 
 Finished runs are kept in ``results/from_scratch.json``, checkpoints of every epoch in ``--work``: a call
 goes on where the last one ended.
@@ -86,7 +88,7 @@ def run(
     torch.manual_seed(seed)
     model = NETWORKS[setting["network"]](norm)
     shared = TensorDataset(data.public.tensors[0][:SHARED])
-    statistics_of = DataLoader(shared, batch_size=PUBLIC_BATCH)
+    statistics_of = DataLoader(shared, batch_size=setting.get("public_batch", PUBLIC_BATCH))
     draws = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):
         engine = PrivacyEngine()
@@ -99,7 +101,7 @@ def run(
             noise_generator=torch.Generator().manual_seed(1000 + seed),
             grad_sample_mode="bk",
             **({"batch_norm": PublicStatistics(loader=statistics_of, differentiate=differentiate),
-                "batch_norm_refresh": REFRESH} if norm == "batch" else {}),
+                "batch_norm_refresh": setting.get("refresh", REFRESH)} if norm == "batch" else {}),
         )  # fmt: skip
     averaged = AveragedWeights(optimizer, decay=DECAY)
     path, done, seconds = work / f"{key(setting)}.pt", 0, 0.0
@@ -130,6 +132,7 @@ def run(
 def key(setting: Mapping[str, Any], epochs: int | None = None) -> str:
     """The name of a run, and with its length that of its result."""
     names = [setting["network"], setting["method"], f"eps {setting['epsilon']:g}", f"lr {setting['lr']:g}"]
+    names += [f"{name} {setting[name]}" for name in ("refresh", "public_batch") if name in setting]
     length = [] if epochs is None else [f"{epochs} epochs"]
     return ", ".join([*names, f"seed {setting['seed']}", *length])
 
@@ -183,6 +186,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["group", "public"])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[8.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--refresh", type=int)
+    parser.add_argument("--public-batch", type=int)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
@@ -198,7 +204,9 @@ def main() -> None:
     judging = TensorDataset(*(tensor[SHARED:] for tensor in data.public.tensors))
     for network, epsilon, seed in product(given.networks, given.epsilons, given.seeds):
         setting = {"network": network, "epsilon": epsilon, "seed": seed}
-        for lr, method in product(RATES, given.methods) if given.search else ():
+        chosen = {"refresh": given.refresh, "public_batch": given.public_batch}
+        setting |= {name: value for name, value in chosen.items() if value is not None}
+        for lr, method in product(given.rates, given.methods) if given.search else ():
             once(data, judging, {**setting, "method": method, "lr": lr}, SEARCH_EPOCHS, given.work)
         for method in () if given.search else given.methods:
             lr = best_rate(network, method, epsilon)

@@ -16,6 +16,7 @@ from opacus_bc.batch_norm.policy import BatchNormPolicy, make_policy
 from opacus_bc.draws.loader import PrivateDataLoader
 from opacus_bc.draws.plan import SMALLEST_MINI_SET
 from opacus_bc.draws.sources import draws_of_users, make_draws
+from opacus_bc.engine.agreement import check_agreement
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.randomness import streams
 from opacus_bc.engine.release import check_private_rows
@@ -48,8 +49,7 @@ def build_batch(request: Request, accountant: Any, noise: SecureNoise | None, un
         raise ValueError("accountant='gdp' cannot compose the release of batch_norm='private': use 'fdp'")
     ranks, sharding = _processes(request, policy)
     if ranks is not None:
-        public = (plan, request.noise_multiplier, clip_bound, request.loss_reduction, request.owners)
-        ranks.check_same("make_private's arguments", *public)
+        check_agreement(ranks, request, policy, (clip_bound,))
     generator, noise_source = streams(request, ranks, sharding, noise)
     wrapper = data_parallel(request.module)
     whole = wrapper is not None and plan.one_by_one

@@ -26,6 +26,7 @@ from opacus_bc.draws.sources import (
     whole_units,
     with_views,
 )
+from opacus_bc.engine.agreement import check_agreement
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
 from opacus_bc.engine.losses import check_criterion
@@ -72,8 +73,7 @@ def build_book_keeping(request: Request, accountant: Any, noise: SecureNoise | N
     ranks = None if wrapper is None else ranks_of(wrapper)
     if wrapper is not None and ranks is not None:
         check_data_parallel(wrapper, sampling=plan.kind, policy=policy.name, one_by_one=plan.one_by_one)
-        public = (plan, request.noise_multiplier, clip_bound, request.loss_reduction, request.owners)
-        ranks.check_same("make_private's arguments", *public)
+        check_agreement(ranks, request, policy, bounds or (clip_bound,))
     generator, noise_source = streams(request, ranks, None, noise)
     policy.install(undo, trained=dict(trainable(plain, optimizer)).values())
     part: Callable[[Draw], Part] = whole_units if request.several_rows else whole_batch

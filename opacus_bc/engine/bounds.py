@@ -26,6 +26,11 @@ def clip_bounds(request: Request) -> tuple[tuple[float, ...] | None, float]:
         )
     bounds = request.max_grad_norm
     if request.clipping != "per_layer":
+        if isinstance(bounds, (list, tuple)):
+            raise ValueError(
+                f"max_grad_norm has {len(bounds)} bounds, and clipping={request.clipping!r} takes one "
+                "number; clipping='per_layer' takes a bound for each trainable parameter"
+            )
         return None, check_positive("max_grad_norm", bounds)
     if not isinstance(bounds, (list, tuple)):
         raise ValueError(

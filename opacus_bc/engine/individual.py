@@ -26,6 +26,7 @@ from opacus_bc.draws.sources import (
     whole_units,
     with_views,
 )
+from opacus_bc.engine.agreement import check_agreement
 from opacus_bc.engine.booking import Booking, check_accountant
 from opacus_bc.engine.bounds import clip_bounds
 from opacus_bc.engine.losses import check_criterion
@@ -54,12 +55,14 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     held = request.module.parameters() if request.distributed else request.held
     outsiders = Outsiders(request.module, held)
     undo.callback(outsiders.remove)
-    clip_bounds(request)
+    bounds, clip_bound = clip_bounds(request)
     if request.clipping == "adaptive":
         _check_adaptive(accountant.mechanism(), request.kind)
     check_criterion(request)
     plan = request.plan
     policy = _policy(request)
+    if request.distributed:
+        check_agreement(_ranks(request), request, policy, bounds or (clip_bound,))
     policy.install(undo, trained=dict(trainable(request.module, request.inner_optimizer)).values())
     stock = inspect.signature(StockPrivacyEngine.make_private).parameters
     given = {name: getattr(request, name) for name in Request.__dataclass_fields__ if name in stock}
@@ -132,7 +135,7 @@ class _Build(StockPrivacyEngine):  # type: ignore[misc]  # Opacus is untyped
         else:
             opacus = DPDataLoader.from_data_loader(data_loader, distributed=distributed, **arguments)
             if distributed:
-                ranks = Ranks(None, next(self.request.module.parameters()).device)
+                ranks = _ranks(self.request)
                 agreed = np.random.Philox(ranks.agree(fresh_seed(given)))
                 draws = PoissonBins(plan, np.random.Generator(agreed))
                 part = partial(part_of_batch, rank=ranks.rank, size=ranks.size)
@@ -200,6 +203,11 @@ def _own_generator(optimizer: torch.optim.Optimizer) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(entropy())
 
 
+def _ranks(request: Request) -> Ranks:
+    """The processes of Opacus's data parallel wrapper: all there are."""
+    return Ranks(None, next(request.module.parameters()).device)
+
+
 def _policy(request: Request) -> BatchNormPolicy:
     policy = make_policy(
         request.module,
@@ -214,7 +222,9 @@ def _policy(request: Request) -> BatchNormPolicy:
     if policy.layers and (mode not in ("hooks", "ghost") or not request.batch_first):
         raise ValueError(
             "BatchNorm under individual clipping needs grad_sample_mode 'bk' (the default), 'hooks' or "
-            f"'ghost', and batch_first=True, got {mode!r} and {request.batch_first}"
+            f"'ghost', got {mode!r}"
+            if request.batch_first
+            else "BatchNorm under individual clipping needs batch_first=True, got False"
         )
     if policy.layers and data_parallel(request.module) is not None:
         raise ValueError(

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from opacus_bc.batch_norm.choices import keeps_statistics
@@ -62,6 +63,10 @@ def start(
             limit.check_reserved(final)
         _warn_of_idle_policy(request, run)
         _warn_of_others(run, earlier, dataset)
+        _warn_of_lone_ranks(request)
+        if noise is None:
+            _warn_of_constant_seeds(request)
+        _warn_of_costly_mode(request, run)
         warn_at_start(run)
         undo.pop_all()
     run.optimizer.put_buffers_back = run.policy.before_delivery
@@ -102,5 +107,46 @@ def _warn_of_others(run: Run, earlier: Sequence[Run], dataset: Any) -> None:
         warnings.warn(
             f"another PrivacyEngine has made {former.steps_taken} steps with this optimizer, and this "
             "one does not count them: go on with that engine, or start with a new model and optimizer",
+            stacklevel=users_level(),
+        )
+
+
+def _warn_of_lone_ranks(request: Request) -> None:
+    """Say that processes which could train one model train one each."""
+    if request.distributed or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    warnings.warn(
+        f"{dist.get_world_size()} processes are connected, and this module is wrapped for one: each trains a "
+        "model of its own, and on the same data their epsilons add up. Put torch's "
+        "DistributedDataParallel around the module before make_private",
+        stacklevel=users_level(),
+    )
+
+
+def _warn_of_constant_seeds(request: Request) -> None:
+    """Say that a generator is torch's constant one, which anybody can repeat."""
+    unseeded = torch.Generator().initial_seed()
+    for name, given in (
+        ("data_loader's generator", request.data_loader.generator),
+        ("noise_generator", request.noise_generator),
+    ):
+        if given is not None and given.initial_seed() == unseeded:
+            warnings.warn(
+                f"{name} was never seeded, and every such torch.Generator starts at the same number, so that "
+                "anybody can repeat what it draws: leave it out (the operating system seeds one), or call "
+                "its seed()",
+                stacklevel=users_level(),
+            )
+
+
+def _warn_of_costly_mode(request: Request, run: Run) -> None:
+    """Say what a mode costs that Opacus's scripts name and nobody here needs to."""
+    if request.mode != "hooks" or request.distributed or request.noise_generator is not None:
+        return
+    if run.policy.layers and not request.batch:
+        warnings.warn(
+            "grad_sample_mode='hooks' keeps every sample's gradient, as Opacus does. With BatchNorm the "
+            "default 'bk' makes the same release in a fraction of the time and memory: leave hooks out, "
+            "unless 'bk' refuses a layer",
             stacklevel=users_level(),
         )

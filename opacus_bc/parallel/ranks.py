@@ -65,10 +65,14 @@ class Ranks:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
         return bool(flag.item())
 
+    def same(self, *values: object) -> bool:
+        """Whether all ranks were given the same things."""
+        digest = int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 2
+        return self.all(self.agree(digest) == digest)
+
     def check_same(self, what: str, *values: object) -> None:
         """Refuse to go on, on every rank, if any two were given different things."""
-        digest = int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 2
-        if not self.all(self.agree(digest) == digest):
+        if not self.same(*values):
             raise ValueError(f"{what} must be the same on every rank; rank {self.rank} has {values}")
 
     def add_up_(self, tensors: Sequence[Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from opacus_bc.draws.datasets import Data, Indices, length, parts
 from opacus_bc.mechanism.randomness import isolated_randomness
 from opacus_bc.mechanism.types import Loader
-from opacus_bc.public.data import PublicDataError
+from opacus_bc.public.data import SEEDED_SPLIT, PublicDataError
 
 # Samples that are looked at: rows of arrays are cheap, samples that a data set must make are not.
 _PUBLIC_ROWS, _PRIVATE_ROWS = 4096, 200_000
@@ -40,9 +40,9 @@ def check_contents(public_loader: Loader, private_loader: Loader) -> None:
     if shared:
         raise PublicDataError(
             f"{shared} of {looked_at} public samples that were looked at are equal to private ones, byte "
-            "by byte: looking at them without noise would not be covered. Split the data first, for instance "
-            "with torch.utils.data.random_split. If they are different people with equal records, pass "
-            "compare_public=False to make_private"
+            f"by byte: looking at them without noise would not be covered. Split the data first: "
+            f"{SEEDED_SPLIT}. If they are different people with equal records, pass compare_public=False to "
+            "make_private"
         )
 
 
@@ -96,17 +96,17 @@ def _item(dataset: Data, index: int) -> object:
 
 def _hashes(samples: Iterable[object]) -> Iterator[int]:
     for sample in samples:
-        content = _bytes(sample)
+        content = sample_bytes(sample)
         if content is not None and len(content) >= _SHORTEST and len(set(content)) > 1:
             yield hash(content)
 
 
-def _bytes(sample: Any) -> bytes | None:
+def sample_bytes(sample: Any) -> bytes | None:
     """The sample's input: the first entry of a tuple, list or mapping."""
     if isinstance(sample, Mapping):
         sample = tuple(sample.values())
     if isinstance(sample, (tuple, list)):
-        return _bytes(sample[0]) if sample else None
+        return sample_bytes(sample[0]) if sample else None
     if isinstance(sample, Tensor):
         sample = sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(sample, str):

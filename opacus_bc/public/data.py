@@ -22,6 +22,10 @@ from opacus_bc.mechanism.types import Loader
 
 # Larger data sets are fingerprinted on this many evenly spaced samples.
 _HASHED_SAMPLES = 4096
+SEEDED_SPLIT = (
+    "torch.utils.data.random_split(data, lengths, generator=torch.Generator().manual_seed(0)) makes the same "
+    "split on every rank and after every start"
+)
 WRAP_IT = ": wrap it, DataLoader(public, batch_size=256)"
 
 
@@ -49,8 +53,7 @@ def check_disjoint(public_loader: Loader, private_loader: Loader) -> None:
             raise PublicDataError(
                 f"{len(shared)} of the {length(public_loader.dataset)} public samples belong to the "
                 "private data as well, so looking at them without noise would not be covered: split the data "
-                "first, for instance with torch.utils.data.random_split, and pass the private part as "
-                "data_loader"
+                f"first ({SEEDED_SPLIT}), and pass the private part as data_loader"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,17 @@ IN_ONE_BACKWARD: dict[str, Kwargs] = {
     "ALC by scaling": {"alc": ALC(public(), apply="scale")},
     "per layer": {"batch_norm": public(), "clipping": "per_layer", "max_grad_norm": [1.0] * PARAMETERS},
     "shuffled": {"batch_norm": public(), "poisson_sampling": False},
-    "asked for": {"batch_norm": public(), "grad_sample_mode": "bk", "noise_generator": torch.Generator()},
+    "asked for": {
+        "batch_norm": public(),
+        "grad_sample_mode": "bk",
+        "noise_generator": torch.Generator().manual_seed(1),
+    },
 }
 BY_HOOKS: dict[str, Kwargs] = {
     "no BatchNorm": {"model": plain()},
     "no BatchNorm, though a policy": {"model": plain(), "batch_norm": public()},
     "no BatchNorm, ALC": {"model": plain(), "alc": public()},
-    "Opacus bit for bit": {"batch_norm": public(), "noise_generator": torch.Generator()},
+    "Opacus bit for bit": {"batch_norm": public(), "noise_generator": torch.Generator().manual_seed(1)},
     "asked for": {"batch_norm": public(), "grad_sample_mode": "hooks"},
     "adaptive": {"batch_norm": public(), "clipping": "adaptive", "poisson_sampling": False},
     "unwrapped hooks": {"batch_norm": public(), "wrap_model": False},
@@ -217,3 +222,52 @@ def test_a_model_that_is_compiled_afterwards_is_told_of_hooks(how: str) -> None:
         (run.model if how == "inside" else run.model[0]).compile(backend="eager")
     with pytest.raises(BookKeepingError, match=r"torch\.compile.*grad_sample_mode='hooks'"):
         run.train(run.given([[0, 1, 2]]))
+
+
+def started(model: nn.Module | None = None, **kwargs: Any) -> list[str]:
+    """What make_private says."""
+    model = network() if model is None else model
+    given: Kwargs = {
+        "module": model,
+        "optimizer": optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(images(), batch_size=12),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        **kwargs,
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        engine().make_private(**given)
+    return [str(one.message) for one in said]
+
+
+def test_hooks_left_over_from_an_opacus_script_are_said_to_cost_more() -> None:
+    def costly(said: list[str]) -> bool:
+        return any("in a fraction of the time and memory" in one for one in said)
+
+    assert costly(started(batch_norm=public(), grad_sample_mode="hooks"))
+    assert not costly(started(batch_norm=public()))
+    assert not costly(started(plain(), grad_sample_mode="hooks"))  # 'bk' is not the default there
+    seeded = torch.Generator().manual_seed(3)
+    assert not costly(started(batch_norm=public(), grad_sample_mode="hooks", noise_generator=seeded))
+    assert not costly(started(batch_norm=public(), clipping="batch"))
+
+
+def test_a_generator_that_was_never_seeded_is_said_to_be_anybodys() -> None:
+    def loader(generator: torch.Generator | None) -> DataLoader[Any]:
+        return DataLoader(images(), batch_size=12, generator=generator)
+
+    def constant(said: list[str]) -> list[str]:
+        return [one.split(" was never seeded")[0] for one in said if "was never seeded" in one]
+
+    drawn = torch.Generator()
+    drawn.seed()
+    for given, expected in (
+        (None, []),
+        (torch.Generator(), ["data_loader's generator"]),
+        (drawn, []),
+        (torch.Generator().manual_seed(3), []),
+    ):
+        for clipping in ("flat", "batch"):
+            assert constant(started(plain(), data_loader=loader(given), clipping=clipping)) == expected
+    assert constant(started(plain(), noise_generator=torch.Generator())) == ["noise_generator"]

@@ -30,7 +30,7 @@ ADAPTIVE = {
     "min_clipbound": 0.01,
     "unclipped_num_std": 2.0,
 }
-GIVEN = {"noise_generator": torch.Generator()}
+GIVEN = {"noise_generator": torch.Generator().manual_seed(1)}
 PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [0.5] * LAYERS}
 MODES: dict[str, dict[str, Any]] = {
     "batch": {"clipping": "batch"},

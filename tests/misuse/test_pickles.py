@@ -33,8 +33,8 @@ MODES: dict[str, dict[str, Any]] = {  # a model with Opacus's functorch hooks ca
     "ghost": {"grad_sample_mode": "ghost"},
     "per_layer": PER_LAYER,
     "bk": {"grad_sample_mode": "bk"},
-    "Opacus's flat": {"noise_generator": torch.Generator()},
-    "Opacus's per_layer": {"noise_generator": torch.Generator(), **PER_LAYER},
+    "Opacus's flat": {"noise_generator": torch.Generator().manual_seed(1)},
+    "Opacus's per_layer": {"noise_generator": torch.Generator().manual_seed(1), **PER_LAYER},
     "Opacus's adaptive": ADAPTIVE,
     "batch": {"clipping": "batch"},
 }

@@ -27,8 +27,8 @@ MODES: dict[str, dict[str, Any]] = {
     "batch": {"clipping": "batch"},
     "flat": {},
     "per_layer": PER_LAYER,
-    "Opacus's flat": {"noise_generator": torch.Generator()},
-    "Opacus's per_layer": {"noise_generator": torch.Generator(), **PER_LAYER},
+    "Opacus's flat": {"noise_generator": torch.Generator().manual_seed(1)},
+    "Opacus's per_layer": {"noise_generator": torch.Generator().manual_seed(1), **PER_LAYER},
     "ghost": {"grad_sample_mode": "ghost"},
     "bk": {"grad_sample_mode": "bk"},
     "bk, per_layer": {"grad_sample_mode": "bk", **PER_LAYER},
@@ -232,7 +232,7 @@ def test_two_optimizers_of_one_model_do_not_share_an_unfinished_draw(mode: str) 
         data_loader=DataLoader(DATA, batch_size=24),
         noise_multiplier=0.0,
         max_grad_norm=C,
-        noise_generator=torch.Generator(),
+        noise_generator=torch.Generator().manual_seed(1),
     )
     with BatchMemoryManager(
         data_loader=first.loader, max_physical_batch_size=4, optimizer=first.optimizer

@@ -35,8 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "bk": {"grad_sample_mode": "bk"},
     "bk, per_layer": {"grad_sample_mode": "bk", "clipping": "per_layer"},
     "bk, alc": {"grad_sample_mode": "bk", "alc": ALC(PUBLIC)},
-    "Opacus's flat": {"noise_generator": torch.Generator()},
-    "Opacus's per_layer": {"noise_generator": torch.Generator(), "clipping": "per_layer"},
+    "Opacus's flat": {"noise_generator": torch.Generator().manual_seed(1)},
+    "Opacus's per_layer": {"noise_generator": torch.Generator().manual_seed(1), "clipping": "per_layer"},
 }
 REFUSED = r"the loader delivered \d+ samples|rows for \d+ losses|with \d+ and \d+ rows|rows for a batch of"
 BY_TORCH = "ExpandedWeights to have batch size matching input"  # torch's own refusal in mode "ew"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as D
 from torch import nn, optim
 from torch.distributed.nn.functional import all_reduce as sum_over_ranks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from opacus_bc import ALC
 from opacus_bc.engine.resume.files import secret_path
@@ -47,6 +48,7 @@ class Training:
         dtype: torch.dtype = torch.float64,
         steps_per_epoch: int = 10,
         samples: int = 120,
+        data: TensorDataset | None = None,
         lr: float = 0.1,
         secure: bool = False,
         wrap: dict[str, Any] | None = None,
@@ -66,7 +68,7 @@ class Training:
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=model,
             optimizer=optim.SGD(model.parameters(), lr=lr, momentum=0.9),
-            data_loader=DataLoader(blobs(samples, seed=2), batch_size=samples // steps_per_epoch),
+            data_loader=DataLoader(data or blobs(samples, seed=2), batch_size=samples // steps_per_epoch),
             **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, "clipping": "batch", **kwargs},
         )
         self.empty = 0
@@ -273,6 +275,58 @@ def _message(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+def _other_data() -> dict[str, Any]:
+    """What ranks are told whose data sets are not the same."""
+
+    def others(count: int = 120) -> Subset[Any]:
+        """A split that this rank alone makes."""
+        order = torch.Generator().manual_seed(dist.get_rank())
+        return Subset(blobs(count, seed=2), torch.randperm(count, generator=order).tolist())
+
+    def other_public() -> DataLoader[Any]:
+        x, y = blobs(64, seed=9).tensors
+        return DataLoader(TensorDataset(x.double() + dist.get_rank(), y), batch_size=16)
+
+    def in_opacus_wrapper() -> None:
+        model = DPDDP(network())
+        engine().make_private(
+            module=model,
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(others(), batch_size=20),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+    def alone() -> str:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model = network()
+            engine().make_private(
+                module=model,
+                optimizer=optim.SGD(model.parameters(), lr=0.1),
+                data_loader=DataLoader(blobs(), batch_size=20),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+            )
+        return " ".join(str(one.message) for one in said)
+
+    one_backward = {"clipping": "flat", "grad_sample_mode": "bk"}
+    return {
+        "alone": alone(),
+        "same order": _message(lambda: Training(parallel=True, data=Subset(blobs(), list(range(120))))),
+        "other order": _message(lambda: Training(parallel=True, data=others())),
+        "other order, one backward": _message(lambda: Training(parallel=True, data=others(), **one_backward)),
+        "other order, Opacus's wrapper": _message(in_opacus_wrapper),
+        "other contents": _message(
+            lambda: Training(parallel=True, data=blobs(120, seed=dist.get_rank()), **one_backward)
+        ),
+        "other public data": _message(
+            lambda: Training(parallel=True, norm=True, batch_norm=other_public(), **one_backward)
+        ),
+        "other public data of ALC": _message(lambda: Training(parallel=True, alc=other_public())),
+    }
+
+
 def refusals() -> dict[str, Any]:
     def own_hook() -> None:
         model = DistributedDataParallel(network())
@@ -333,6 +387,7 @@ def refusals() -> dict[str, Any]:
         Training(parallel=True).loader.with_max_physical_batch_size(4)
 
     return {
+        **_other_data(),
         "own hook": _message(own_hook),
         "shuffle": _message(lambda: Training(parallel=True, poisson_sampling=False)),
         "no_sync": _message(unreduced),

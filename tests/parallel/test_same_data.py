@@ -1,0 +1,88 @@
+"""Ranks compare which rows their data sets have; tests/parallel/test_ddp.py does so with real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import blobs
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from opacus_bc.parallel.same_data import rows_fingerprint
+
+
+def fingerprint(dataset: Dataset[Any]) -> str:
+    return rows_fingerprint(DataLoader(dataset, batch_size=4))
+
+
+class Noisy(Dataset[Any]):
+    """Augments with a stream of its own, which nobody can seed."""
+
+    def __init__(self) -> None:
+        self.own = torch.Generator()
+        self.own.seed()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(8, generator=self.own)
+
+
+class Augmented(Dataset[Any]):
+    """Augments with torch's stream."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(8)
+
+
+def changed(row: int) -> TensorDataset:
+    x, y = blobs(20).tensors
+    x = x.clone()
+    x[row] += 1
+    return TensorDataset(x, y)
+
+
+def test_equal_data_read_twice_have_one_fingerprint() -> None:
+    assert fingerprint(blobs(20)) == fingerprint(blobs(20))
+    assert fingerprint(Noisy()) == fingerprint(Noisy())
+    torch.manual_seed(1)
+    first = fingerprint(Augmented())
+    torch.manual_seed(2)
+    assert fingerprint(Augmented()) == first
+
+
+@pytest.mark.parametrize("row", [0, 7, 19])
+def test_another_row_shows(row: int) -> None:
+    assert fingerprint(changed(row)) != fingerprint(blobs(20))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Subset(blobs(2000), [*range(1999, -1, -1)]),
+        Subset(blobs(2000), [0, 1, 2, 4, 3, *range(5, 2000)]),  # beside the samples that are looked at
+        Subset(blobs(2000), range(1999)),
+        ConcatDataset([Subset(blobs(2000), range(500, 1000)), Subset(blobs(2000), range(1500))]),
+    ],
+)
+def test_another_order_shows_in_every_row(other: Dataset[Any]) -> None:
+    assert fingerprint(other) != fingerprint(Subset(blobs(2000), range(2000)))
+
+
+def test_reading_moves_no_stream() -> None:
+    before = torch.get_rng_state()
+    fingerprint(Augmented())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_streams_are_told_apart_by_their_type_alone() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("a stream can be read once")
+
+    assert fingerprint(Stream()) == fingerprint(Stream())
