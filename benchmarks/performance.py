@@ -55,6 +55,7 @@ METHODS = (
     "IC + public BatchNorm, bk",
     "IC + public BatchNorm, bk, refresh 1",
     "IC + public BatchNorm, bk, differentiated",
+    "IC + public BatchNorm, bk, differentiated, refresh 1",
     "IC + public BatchNorm, bk, secure",
     "IC + public BatchNorm, hooks",
     "IC + public BatchNorm, ghost",
@@ -77,6 +78,7 @@ DEPTHWISE = (  # the other methods are not measured on this network
     "IC + public BatchNorm, bk",
     "IC + public BatchNorm, bk, refresh 1",
     "IC + public BatchNorm, bk, differentiated",
+    "IC + public BatchNorm, bk, differentiated, refresh 1",
     "IC + public BatchNorm, bk, secure",
 )
 BATCH, REFRESH, ROUND_SECONDS = 64, 10, 0.3
