@@ -141,9 +141,8 @@ def _warn_of_constant_seeds(request: Request) -> None:
 
 def _warn_of_costly_mode(request: Request, run: Run) -> None:
     """Say what a mode costs that Opacus's scripts name and nobody here needs to."""
-    if request.mode != "hooks" or request.distributed or request.noise_generator is not None:
-        return
-    if run.policy.layers and not request.batch:
+    asked = request.grad_sample_mode == "hooks" and request.clipping in ("flat", "per_layer")
+    if asked and run.policy.layers and not request.distributed and request.noise_generator is None:
         warnings.warn(
             "grad_sample_mode='hooks' keeps every sample's gradient, as Opacus does. With BatchNorm the "
             "default 'bk' makes the same release in a fraction of the time and memory: leave hooks out, "
