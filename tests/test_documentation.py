@@ -143,7 +143,7 @@ def test_types_are_visible_to_users() -> None:
 
 COSTS = {
     "IC, stock Opacus": ("opacus", "Opacus, hooks"),
-    "IC + public BatchNorm": ("ic", "IC + public BatchNorm, bk"),
+    "IC + public BatchNorm": ("ic", "IC + public BatchNorm, bk, differentiated, refresh 1"),
     "GBC, s = 8": ("gbc-8", "GBC s=8"),
     "BC": ("bc", "BC"),
     "BC + ALC by scaling": ("bc-scale", None),
@@ -172,6 +172,23 @@ def test_the_table_of_costs_shows_the_numbers_of_the_committed_results(mode: str
         line for line in (DOCS / "choosing.md").read_text().splitlines() if line.startswith(f"| {mode} |")
     )
     assert line.endswith(f"| {small} | {large} | {accuracies[1.57]} | {accuracies[8.0]} |")
+
+
+@pytest.mark.parametrize(
+    ("beginning", "method"),
+    [
+        ("`PublicStatistics(loader=public, differentiate=False)`", "IC + public BatchNorm, bk"),
+        ("`public`, `batch_norm_refresh=10`", "IC + public BatchNorm, bk, differentiated"),
+        ("`public`, new statistics in every step", "IC + public BatchNorm, bk, differentiated, refresh 1"),
+    ],
+)
+def test_the_table_of_steps_shows_the_committed_measurements(beginning: str, method: str) -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "performance.json").read_text())["networks"]["rows"]
+    times = {row["network"]: f"{row['time']:.2f} ×" for row in rows if row["method"] == method}
+    line = next(
+        line for line in (DOCS / "choosing.md").read_text().splitlines() if line.startswith(f"| {beginning}")
+    )
+    assert line.endswith(f"| {times['bn_lenet5']} | {times['convnet']} | {times['resnet18']} |")
 
 
 def test_the_table_of_views_shows_the_committed_runs() -> None:
