@@ -94,7 +94,7 @@ print(
 # All four train a small network with BatchNorm for the same number of passes at ε = 8, δ = 5·10⁻⁴. The first protects *samples*; its ε is about something else and stands
 # here for what it costs. The others protect users:
 #
-# - **flat**: the mean gradient of a user's rows is clipped, all users in one backward. BatchNorm has constants from public digits.
+# - **flat**: the mean gradient of a user's rows is clipped, all users in one backward. BatchNorm has statistics of public digits.
 # - **GBC**: the loader delivers user after user, and BatchNorm uses the statistics of that user's own samples (who has one sample counts as zero).
 # - **DP-FedAvg**: GBC where a user's vector is how far three local steps move the weights.
 
