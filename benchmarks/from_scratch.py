@@ -3,6 +3,7 @@
     python benchmarks/from_scratch.py --data DIR --search [--networks convnet resnet8] [--methods ...]
     python benchmarks/from_scratch.py --data DIR [--networks ...] [--methods ...] [--epsilons 8] [--seeds 0]
     python benchmarks/from_scratch.py --data DIR --search ... [--refresh 10] [--public-batch 1000]
+                                      [--statistics-of fashion-mnist]
     python benchmarks/from_scratch.py --table
 
 CIFAR-10 from scratch under individual clipping in one backward. Every image is brought to mean 0 and
@@ -12,8 +13,8 @@ first SEARCH_EPOCHS epochs of the very run for every rate in RATES, the same lis
 looks at the judging images alone. It reads the private images, so epsilon covers one run with given
 settings and not the search. Without it, the run whose rate was best there goes on to EPOCHS epochs, and the
 10,000 test images are looked at once, after the last one. What is judged are averaged weights
-(opacus_bc.AveragedWeights). ``--refresh`` and ``--public-batch`` say how often public statistics are taken
-anew, and from how many images; their runs have names of their own.
+(opacus_bc.AveragedWeights). ``--refresh``, ``--public-batch`` and ``--statistics-of`` say how often public
+statistics are taken anew, from how many images, and of which data set; their runs have names of their own.
 
 Finished runs are kept in ``results/from_scratch.json``, checkpoints of every epoch in ``--work``: a call
 goes on where the last one ended.
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from from_scratch_networks import NETWORKS
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -67,6 +69,12 @@ def standardised(images: TensorDataset) -> TensorDataset:
     x, y = images.tensors
     centred = x - x.mean((1, 2, 3), keepdim=True)
     return TensorDataset(centred / x.std((1, 2, 3), keepdim=True).clamp_min(0.1), y)
+
+
+def in_colour(images: TensorDataset) -> TensorDataset:
+    """Grey images of 28 pixels in CIFAR-10's shape."""
+    x, y = images.tensors
+    return TensorDataset(F.pad(x, (2, 2, 2, 2), value=float(x.min())).expand(-1, 3, -1, -1), y)
 
 
 def accuracy(model: nn.Module, judged: TensorDataset) -> float:
@@ -132,7 +140,8 @@ def run(
 def key(setting: Mapping[str, Any], epochs: int | None = None) -> str:
     """The name of a run, and with its length that of its result."""
     names = [setting["network"], setting["method"], f"eps {setting['epsilon']:g}", f"lr {setting['lr']:g}"]
-    names += [f"{name} {setting[name]}" for name in ("refresh", "public_batch") if name in setting]
+    more = ("refresh", "public_batch", "statistics_of")
+    names += [f"{name} {setting[name]}" for name in more if name in setting]
     length = [] if epochs is None else [f"{epochs} epochs"]
     return ", ".join([*names, f"seed {setting['seed']}", *length])
 
@@ -189,6 +198,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--refresh", type=int)
     parser.add_argument("--public-batch", type=int)
+    parser.add_argument("--statistics-of", choices=["mnist", "fashion-mnist"])
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
@@ -202,9 +212,12 @@ def main() -> None:
     data = load("cifar10", given.data)
     data = replace(data, private=standardised(data.private), public=standardised(data.public))
     judging = TensorDataset(*(tensor[SHARED:] for tensor in data.public.tensors))
+    if given.statistics_of:
+        data = replace(data, public=standardised(in_colour(load(given.statistics_of, given.data).public)))
     for network, epsilon, seed in product(given.networks, given.epsilons, given.seeds):
         setting = {"network": network, "epsilon": epsilon, "seed": seed}
         chosen = {"refresh": given.refresh, "public_batch": given.public_batch}
+        chosen |= {"statistics_of": given.statistics_of}
         setting |= {name: value for name, value in chosen.items() if value is not None}
         for lr, method in product(given.rates, given.methods) if given.search else ():
             once(data, judging, {**setting, "method": method, "lr": lr}, SEARCH_EPOCHS, given.work)
