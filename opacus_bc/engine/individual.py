@@ -62,6 +62,11 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     plan = request.plan
     policy = _policy(request)
     if request.distributed:
+        if request.kind == "shuffle":
+            raise ValueError(
+                "without Poisson sampling every rank would go through all samples in an order of its own, "
+                "and one sample would count on all of them: use poisson_sampling=True on several processes"
+            )
         check_agreement(_ranks(request), request, policy, bounds or (clip_bound,))
     policy.install(undo, trained=dict(trainable(request.module, request.inner_optimizer)).values())
     stock = inspect.signature(StockPrivacyEngine.make_private).parameters

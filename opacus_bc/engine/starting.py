@@ -24,7 +24,7 @@ from opacus_bc.engine.run import Run
 from opacus_bc.gradients.half_precision import HalfPrecisionWatch
 from opacus_bc.mechanism.noise import SecureNoise
 from opacus_bc.mechanism.warn import users_level
-from opacus_bc.parallel.wrappers import bare, unwrap
+from opacus_bc.parallel.wrappers import bare, is_distributed, uncompiled, unwrap
 
 
 def start(
@@ -113,7 +113,7 @@ def _warn_of_others(run: Run, earlier: Sequence[Run], dataset: Any) -> None:
 
 def _warn_of_lone_ranks(request: Request) -> None:
     """Say that processes which could train one model train one each."""
-    if request.distributed or not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_distributed(uncompiled(request.module)) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     warnings.warn(
         f"{dist.get_world_size()} processes are connected, and this module is wrapped for one: each trains a "
@@ -142,7 +142,8 @@ def _warn_of_constant_seeds(request: Request) -> None:
 def _warn_of_costly_mode(request: Request, run: Run) -> None:
     """Say what a mode costs that Opacus's scripts name and nobody here needs to."""
     asked = request.grad_sample_mode == "hooks" and request.clipping in ("flat", "per_layer")
-    if asked and run.policy.layers and not request.distributed and request.noise_generator is None:
+    own = request.noise_generator is not None or not request.wrap_model  # what 'bk' does not have
+    if asked and run.policy.layers and not request.distributed and not own:
         warnings.warn(
             "grad_sample_mode='hooks' keeps every sample's gradient, as Opacus does. With BatchNorm the "
             "default 'bk' makes the same release in a fraction of the time and memory: leave hooks out, "

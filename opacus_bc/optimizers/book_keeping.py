@@ -170,10 +170,11 @@ def _weighted_sums(
         weights = coefficients[places[0]].to(members.entry.values.device)
         for i, value in zip(places, members.weighted_sums(weights), strict=True):
             sums[i] = value
+    bounds = [block.clip_bound / factor for block in draw.blocks for factor in block.factors]
     for i, p in enumerate(draw.params):
         entry, entries[i] = entries[i], None
         if entry is not None:
-            sums[i] = entry.weighted_sum(coefficients[i].to(p.device))
+            sums[i] = entry.weighted_sum(coefficients[i].to(p.device), bounds[i])
     return [zeros_for(p) if found is None else found for p, found in zip(draw.params, sums, strict=True)]
 
 

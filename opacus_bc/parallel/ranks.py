@@ -65,6 +65,12 @@ class Ranks:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
         return bool(flag.item())
 
+    def each(self, conditions: Sequence[bool]) -> list[bool]:
+        """Which of as many conditions on every rank hold on all of them."""
+        flags = torch.tensor([int(condition) for condition in conditions], device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self.group)
+        return [bool(flag) for flag in flags.tolist()]
+
     def same(self, *values: object) -> bool:
         """Whether all ranks were given the same things."""
         digest = int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 2

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from opacus_bc.draws.datasets import parts
+from opacus_bc.draws.datasets import length, parts
 from opacus_bc.mechanism.fingerprint import fingerprint
 from opacus_bc.mechanism.names import type_name
 from opacus_bc.mechanism.randomness import isolated_randomness
 from opacus_bc.mechanism.types import Loader
 from opacus_bc.parallel.ranks import Ranks
-from opacus_bc.public.contents import sample_bytes
 from opacus_bc.public.data import SEEDED_SPLIT
 
 _LOOKED_AT = 32  # samples of each data set
+_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex, type(None))
 
 
 def check_same_data(ranks: Ranks, what: str, loader: Loader | None) -> None:
@@ -27,36 +28,58 @@ def check_same_data(ranks: Ranks, what: str, loader: Loader | None) -> None:
     as far as ``Subset``, ``ConcatDataset`` and wrappers of equal length show it. Otherwise one sample could
     be drawn on two ranks and count twice, or be public on one rank and private on another.
 
-    **Edge cases**: of what is in the rows a few dozen samples' inputs are compared, where a data set returns
-    the same bytes twice; streams are not compared.
+    **Edge cases**: of what is in the rows a few dozen are compared, labels included: those that all ranks
+    find the same bytes in when they read them twice. A wrapper that augments by a stream of its own, and has
+    rows in another order on each rank, is not found; neither are streams.
 
     Raises:
         ValueError: The ranks' data sets differ.
     """
-    if not ranks.same(None if loader is None else rows_fingerprint(loader)):
-        raise ValueError(
-            f"the data set of {what} must be the same on every rank, in the same order: a sample could be "
-            f"drawn on two ranks and count twice, or be public on one and private on another. {SEEDED_SPLIT}"
-        )
+    if not ranks.same(None if loader is None else row_numbers(loader)):
+        raise ValueError(_differs(what))
+    if loader is None or isinstance(loader.dataset, IterableDataset):
+        return
+    found = row_contents(loader)
+    known = ranks.each([content is not None for content in found])
+    if not ranks.same([content for content, everywhere in zip(found, known, strict=True) if everywhere]):
+        raise ValueError(_differs(what))
 
 
-def rows_fingerprint(loader: Loader) -> str:
-    """A fingerprint of which rows a loader's data set consists of, and of a few of them."""
-    found: list[Any] = []
-    for dataset, indices in parts(loader.dataset):
-        if isinstance(dataset, IterableDataset):
-            found.append((type_name(dataset),))
-            continue
-        spaced = np.unique(np.linspace(0, len(indices) - 1, min(len(indices), _LOOKED_AT)).astype(np.int64))
-        first, second = (_contents(loader, dataset, indices[spaced].tolist()) for _ in range(2))
-        found.append((type_name(dataset), indices, first if first == second else None))
-    return fingerprint(found)
+def _differs(what: str) -> str:
+    return (
+        f"the data set of {what} must be the same on every rank, in the same order: a sample could be "
+        f"drawn on two ranks and count twice, or be public on one and private on another. {SEEDED_SPLIT}"
+    )
 
 
-def _contents(loader: Loader, dataset: Any, rows: list[int]) -> list[str | None]:
-    found = []
-    for row in rows:
-        with isolated_randomness(0, loader):
-            held = sample_bytes(dataset[row])
-        found.append(None if held is None else hashlib.sha256(held).hexdigest())
-    return found
+def row_numbers(loader: Loader) -> str:
+    """A fingerprint of which rows of which data sets a loader's data set consists of."""
+    return fingerprint([(type_name(dataset), indices) for dataset, indices in parts(loader.dataset)])
+
+
+def row_contents(loader: Loader) -> list[str | None]:
+    """Fingerprints of some evenly spaced samples; None of one that is another when it is read again."""
+    size = length(loader.dataset)
+    rows = np.unique(np.linspace(0, size - 1, min(size, _LOOKED_AT)).astype(np.int64)).tolist()
+    first, second = ([_content(loader, row) for row in rows] for _ in range(2))
+    return [one if one == two else None for one, two in zip(first, second, strict=True)]
+
+
+def _content(loader: Loader, row: int) -> str | None:
+    with isolated_randomness(0, loader):
+        sample = _plain(loader.dataset[row])
+    return None if sample is NotImplemented else fingerprint(sample)
+
+
+def _plain(value: Any) -> Any:
+    """The same in tensors, arrays, numbers and text; NotImplemented where something shows no content."""
+    if isinstance(value, _PLAIN) or hasattr(value, "tobytes"):
+        return value
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    elif not isinstance(value, (list, tuple)):
+        if not hasattr(value, "__dict__"):
+            return NotImplemented
+        value = [type_name(value), *vars(value).items()]
+    found = [_plain(each) for each in value]
+    return NotImplemented if any(each is NotImplemented for each in found) else found

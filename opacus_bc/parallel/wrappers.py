@@ -14,10 +14,16 @@ from opacus_bc._opacus import AbstractGradSampleModule, GradSampleHooks
 from opacus_bc.mechanism.types import Memo
 
 
-def data_parallel(module: Any) -> DistributedDataParallel | None:
-    """The DistributedDataParallel in ``module``, under torch.compile or not."""
+def uncompiled(module: Any) -> Any:
+    """The module inside torch.compile's wrappers."""
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod
+    return module
+
+
+def data_parallel(module: Any) -> DistributedDataParallel | None:
+    """The DistributedDataParallel in ``module``, under torch.compile or not."""
+    module = uncompiled(module)
     return module if isinstance(module, DistributedDataParallel) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,11 +10,55 @@ import torch
 from support import blobs
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from opacus_bc.parallel.same_data import rows_fingerprint
+from opacus_bc.parallel.same_data import row_contents, row_numbers
 
 
-def fingerprint(dataset: Dataset[Any]) -> str:
-    return rows_fingerprint(DataLoader(dataset, batch_size=4))
+def fingerprint(dataset: Dataset[Any]) -> tuple[str, list[str | None]]:
+    loader = DataLoader(dataset, batch_size=4)
+    streams = isinstance(dataset, IterableDataset)
+    return row_numbers(loader), [] if streams else row_contents(loader)
+
+
+class Hidden(Dataset[Any]):
+    """Hands out the rows of another data set in an order that nothing shows."""
+
+    def __init__(self, dataset: Dataset[Any], order: list[int]) -> None:
+        self.dataset, self._order = dataset, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self._order[index]]
+
+
+@dataclass
+class Person:
+    age: int
+    image: torch.Tensor
+
+
+KINDS: dict[str, list[Any]] = {
+    "a label first": [{"label": i % 3, "pixels": [i, i + 1]} for i in range(40)],
+    "lists of numbers": [[i, 2 * i] for i in range(40)],
+    "text": [f"person {i}" for i in range(40)],
+    "objects": [Person(i, torch.full((2,), float(i))) for i in range(40)],
+    "equal inputs": [(torch.zeros(3), i) for i in range(40)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_order_inside_a_wrapper_shows_in_the_samples(kind: str) -> None:
+    rows = KINDS[kind]
+    same, other = (Hidden(rows, [*order]) for order in (range(40), range(39, -1, -1)))  # type: ignore[arg-type]
+    assert fingerprint(same) == fingerprint(Hidden([*rows], [*range(40)]))  # type: ignore[arg-type]
+    assert None not in fingerprint(same)[1]
+    assert fingerprint(same)[0] == fingerprint(other)[0]  # from outside nothing shows
+    assert fingerprint(same)[1] != fingerprint(other)[1]
+
+
+def test_samples_without_content_are_left_out() -> None:
+    assert set(fingerprint(Hidden([object() for _ in range(9)], [*range(9)]))[1]) == {None}  # type: ignore[arg-type]
 
 
 class Noisy(Dataset[Any]):
@@ -50,6 +95,7 @@ def changed(row: int) -> TensorDataset:
 def test_equal_data_read_twice_have_one_fingerprint() -> None:
     assert fingerprint(blobs(20)) == fingerprint(blobs(20))
     assert fingerprint(Noisy()) == fingerprint(Noisy())
+    assert set(fingerprint(Noisy())[1]) == {None}
     torch.manual_seed(1)
     first = fingerprint(Augmented())
     torch.manual_seed(2)

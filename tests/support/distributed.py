@@ -16,7 +16,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as D
 from torch import nn, optim
 from torch.distributed.nn.functional import all_reduce as sum_over_ranks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from opacus_bc import ALC
 from opacus_bc.engine.resume.files import secret_path
@@ -48,7 +48,7 @@ class Training:
         dtype: torch.dtype = torch.float64,
         steps_per_epoch: int = 10,
         samples: int = 120,
-        data: TensorDataset | None = None,
+        data: Dataset[Any] | None = None,
         lr: float = 0.1,
         secure: bool = False,
         wrap: dict[str, Any] | None = None,
@@ -275,6 +275,37 @@ def _message(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+class Shuffled(Dataset[Any]):
+    """Hands out rows in an order of this rank's own, which only the rows themselves show."""
+
+    def __init__(self) -> None:
+        self.dataset = blobs(120, seed=2)
+        order = torch.Generator().manual_seed(dist.get_rank())
+        self._order = torch.randperm(120, generator=order).tolist()
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self._order[index]]
+
+
+class SeldomAugmented(Dataset[Any]):
+    """Augments now and then, by a stream of its own: ranks differ in which rows they can read twice."""
+
+    def __init__(self) -> None:
+        self.dataset = blobs(120, seed=2)
+        self._own = torch.Generator()
+        self._own.seed()
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.dataset[index]
+        return (x + 1 if float(torch.rand((), generator=self._own)) < 0.2 else x), y
+
+
 def _other_data() -> dict[str, Any]:
     """What ranks are told whose data sets are not the same."""
 
@@ -287,14 +318,15 @@ def _other_data() -> dict[str, Any]:
         x, y = blobs(64, seed=9).tensors
         return DataLoader(TensorDataset(x.double() + dist.get_rank(), y), batch_size=16)
 
-    def in_opacus_wrapper() -> None:
+    def in_opacus_wrapper(data: Dataset[Any], **kwargs: Any) -> None:
         model = DPDDP(network())
         engine().make_private(
             module=model,
             optimizer=optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(others(), batch_size=20),
+            data_loader=DataLoader(data, batch_size=20, shuffle=bool(kwargs)),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
+            **kwargs,
         )
 
     def alone() -> str:
@@ -316,7 +348,12 @@ def _other_data() -> dict[str, Any]:
         "same order": _message(lambda: Training(parallel=True, data=Subset(blobs(), list(range(120))))),
         "other order": _message(lambda: Training(parallel=True, data=others())),
         "other order, one backward": _message(lambda: Training(parallel=True, data=others(), **one_backward)),
-        "other order, Opacus's wrapper": _message(in_opacus_wrapper),
+        "other order, Opacus's wrapper": _message(lambda: in_opacus_wrapper(others())),
+        "Opacus's wrapper, shuffled": _message(lambda: in_opacus_wrapper(blobs(), poisson_sampling=False)),
+        "hidden order, one backward": _message(
+            lambda: Training(parallel=True, data=Shuffled(), **one_backward)
+        ),
+        "seldom augmented": _message(lambda: Training(parallel=True, data=SeldomAugmented())),
         "other contents": _message(
             lambda: Training(parallel=True, data=blobs(120, seed=dist.get_rank()), **one_backward)
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -20,7 +21,6 @@ from opacus_bc.gradients.book_keeping.sums import (
     SHORT,
     length_of_sums,
     short_products,
-    short_sum,
     units_of_sums,
     weighted_sum,
 )
@@ -31,6 +31,7 @@ _TOLERATED = 0.02  # of a squared norm: by how much its upper bound may exceed i
 _NOTHING = 1e-20  # a squared norm below which nobody asks how much its upper bound exceeds it
 _SUM_UNITS = 8.0  # the least that is allowed for: two sums of a few products each
 _COVERED = 34.0  # units that the margins of squared norms and of clip bounds cover together
+_STEADY = 16.0  # clip bounds: terms beyond which a sample's own gradient and its terms are added up by itself
 _KERNEL = 2 * LONG  # products that a kernel for many columns adds one after the other (measured: below 400)
 
 
@@ -41,8 +42,13 @@ class Entry(Protocol):
         """Every sample's norm in float64, within the rounding of :func:`row_norms` or above."""
         ...
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum over samples of weight times gradient, in the parameter's shape."""
+    def weighted_sum(self, weights: Tensor, bound: float | None = None) -> Tensor:
+        """The sum over samples of weight times gradient, in the parameter's shape.
+
+        Args:
+            weights: One for each sample.
+            bound: How long a sample's weighted gradient is at most, if the caller knows.
+        """
         ...
 
     def rows(self) -> Tensor:
@@ -64,7 +70,7 @@ class Rows:
         """See :class:`Entry`."""
         return row_norms(self.values)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, bound: float | None = None) -> Tensor:
         """See :class:`Entry`."""
         return weighted_sum(weights.to(self.values.dtype), self.values)
 
@@ -124,7 +130,7 @@ class OwnRows:
         """See :class:`Entry`."""
         return row_norms(self.values)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, bound: float | None = None) -> Tensor:
         """See :class:`Entry`."""
         return weights.to(self.values.dtype).view(-1, *(1 for _ in self.values.shape[1:])) * self.values
 
@@ -154,6 +160,10 @@ class Product(Entry, Protocol):
 
     def along(self, direction: Tensor) -> Tensor:
         """Inner products with a weight, row by row of the weight: shape (samples, rows of the weight)."""
+        ...
+
+    def wide_sum(self, weights: Tensor) -> Tensor:
+        """:meth:`weighted_sum` in float64, of float32 sums over few samples."""
         ...
 
     @property
@@ -218,7 +228,16 @@ class LinearProduct:
         met = self.inputs @ different_rows(direction).flatten(1).T
         return (met * self.grads).sum(1)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def wide_sum(self, weights: Tensor) -> Tensor:
+        """See :class:`Product`."""
+        total = torch.zeros(self.shape, dtype=torch.float64, device=self.grads.device)
+        for start in range(0, len(weights), SHORT):
+            part = slice(start, start + SHORT)
+            some = replace(self, inputs=self.inputs[part], grads=self.grads[part])
+            total += some.weighted_sum(weights[part])
+        return total
+
+    def weighted_sum(self, weights: Tensor, bound: float | None = None) -> Tensor:
         """See :class:`Entry`."""
         scaled = (self.grads * weights.to(self.grads.dtype)[:, None, None]).flatten(0, 1)
         inputs = self.inputs.flatten(0, 1)
@@ -288,16 +307,26 @@ class ConvolutionProduct:
         met = self.convolution.forward(self.inputs, different_rows(direction))
         return (met * self.grads).flatten(2).sum(2)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def wide_sum(self, weights: Tensor) -> Tensor:
+        """See :class:`Product`."""
+        return self._in_pieces(self._scaled(weights))
+
+    def weighted_sum(self, weights: Tensor, bound: float | None = None) -> Tensor:
         """See :class:`Entry`."""
-        shape = (-1, *(1 for _ in self.grads.shape[1:]))
-        scaled = self.grads * weights.to(self.grads.dtype).view(shape)  # a copy: others may hold the gradient
+        scaled = self._scaled(weights)
         if not self.short or len(scaled) <= SHORT:
             return self.convolution.weight_gradient(self.inputs, scaled, self.weight)
+        return self._in_pieces(scaled).to(scaled.dtype)
+
+    def _scaled(self, weights: Tensor) -> Tensor:
+        shape = (-1, *(1 for _ in self.grads.shape[1:]))
+        return self.grads * weights.to(self.grads.dtype).view(shape)  # a copy: others may hold the gradient
+
+    def _in_pieces(self, scaled: Tensor) -> Tensor:
         total = torch.zeros_like(self.weight, dtype=torch.float64)
         for x, g in zip(torch.split(self.inputs, SHORT), torch.split(scaled, SHORT), strict=True):
             total += self.convolution.weight_gradient(x, g, self.weight)
-        return total.to(scaled.dtype)
+        return total
 
     @property
     def rounding(self) -> float:
@@ -363,10 +392,15 @@ class Term:
         """Every sample's gradient, one after the other."""
         return self.factors.view(*self.factors.shape, *(1 for _ in self.direction.shape[1:])) * self.direction
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum over samples of weight times gradient."""
-        factors = short_sum(weights.to(self.factors.dtype), self.factors)
-        return factors.view(-1, *(1 for _ in self.direction.shape[1:])) * self.direction
+    def wide_sum(self, weights: Tensor) -> Tensor:
+        """The sum over samples of weight times gradient, in float64."""
+        factors = weights.double() @ self.factors.double()
+        return factors.view(-1, *(1 for _ in self.direction.shape[1:])) * self.direction.double()
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Every sample's squared norm."""
+        return self.inner(self)
 
     def inner(self, other: Term) -> Tensor:
         """Every sample's inner product with another term's gradient."""
@@ -413,17 +447,31 @@ class WithTerms:
             squares += 2.0 * (self.product.along(term.direction) * term.factors).sum(1, dtype=torch.float64)
             for other in self.terms[:i]:
                 squares += 2.0 * term.inner(other)
-            own = term.inner(term)
-            squares += own
-            longest = longest + own.sqrt()
+            squares += term.squares
+            longest = longest + term.squares.sqrt()
         return norms_from_above(self, squares, longest.square())
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """See :class:`Entry`."""
-        total = self.product.weighted_sum(weights)
-        for term in self.terms:
-            total = total + term.weighted_sum(weights)
-        return total
+    def weighted_sum(self, weights: Tensor, bound: float | None = None) -> Tensor:
+        """See :class:`Entry`.
+
+        **Formal guarantee**: what rounding makes of the sum does not grow with what cancels in it: own
+        gradients and terms of all samples are rounded once, when they have cancelled, and samples whose terms
+        are many times as long as what is left of them are added up by themselves, as rows.
+        """
+        if bound is None:
+            bound = float((self.norms() * weights).max()) if len(weights) else 0.0
+        lengths = torch.stack([term.squares.sqrt() for term in self.terms]).sum(0)
+        apart = lengths * weights > _STEADY * bound
+        rest = self if not bool(apart.any()) else self.only(~apart)
+        steady = weights if rest is self else weights[~apart]
+        total = rest.product.wide_sum(steady)
+        for term in rest.terms:
+            total += term.wide_sum(steady)
+        if rest is not self:
+            entries = max(1, total.numel())
+            for some in torch.split(apart.nonzero()[:, 0], max(1, _PIECE // entries)):
+                total += weighted_sum(weights[some].to(self.grads.dtype), self.only(some).rows())
+        return total.to(self.grads.dtype)
 
     def rows(self) -> Tensor:
         """See :class:`Entry`."""

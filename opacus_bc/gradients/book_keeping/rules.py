@@ -272,7 +272,7 @@ def _follow(book: Book, entry: Upstream, into_mean: Tensor, into_var: Tensor) ->
             continue
         for factor, direction in zip(factors, directions, strict=True):
             if direction is not None:
-                book.add_term(parameter, factor, direction)
+                book.add_term(parameter, factor, _wide(direction))
 
 
 def _affine(

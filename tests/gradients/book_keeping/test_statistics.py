@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,6 +80,65 @@ def test_public_statistics_are_followed_unless_told_otherwise(mode: str) -> None
     assert not torch.allclose(by_default, constants)
 
 
+def released_of(x: Tensor, public: Tensor, layer: nn.Module, **kwargs: Any) -> Tensor:
+    """The noise-free sum of clipped gradients (C = 1) of a layer in front of BatchNorm, for a linear loss."""
+    torch.manual_seed(0)
+    width = next(layer.parameters()).shape[0]
+    norm = (nn.BatchNorm1d if x.dim() == 2 else nn.BatchNorm2d)(width)
+    model = nn.Sequential(deepcopy(layer), norm).to(x.dtype)
+    module, optimizer, loader = engine().make_private(
+        module=model,
+        optimizer=optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(x), batch_size=len(x)),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        batch_norm=DataLoader(TensorDataset(public), batch_size=len(public)),
+        loss_reduction="sum",
+        compare_public=False,
+        **kwargs,
+    )
+    direction = torch.randn(width)
+    for (rows,) in loader:
+        output = module(rows).float()
+        output = output.flatten(2).mean(2) if output.dim() > 2 else output
+        (output @ direction).sum().backward()
+        optimizer.step()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "offset", "samples"),
+    [
+        (nn.Linear(16, 16, bias=False), (16,), 5e3, 2048),
+        (nn.Linear(16, 16, bias=False), (16,), 30.0, 2048),
+        (nn.Conv2d(8, 16, 3, bias=False), (8, 5, 5), 5e3, 512),
+    ],
+)
+def test_a_sample_more_moves_a_sum_that_cancels_by_its_bound_alone(
+    layer: nn.Module, shape: tuple[int, ...], offset: float, samples: int
+) -> None:
+    """Far from zero own gradients and terms cancel: rounded before that, their sums moved by 1.13 C."""
+    generator = torch.Generator().manual_seed(2)
+    one = torch.randn(1, *shape, generator=generator) + offset
+    public = torch.randn(256, *shape, generator=generator) + offset
+    x = one.expand(samples + 1, *shape).clone()
+    moved = released_of(x, public, layer) - released_of(x[:-1], public, layer)
+    assert 0.5 < float(moved.norm()) <= 1.0 + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 8), nn.Conv2d(2, 8, 3)])
+def test_half_precision_follows_public_statistics_of_a_summed_loss(
+    layer: nn.Module, dtype: torch.dtype
+) -> None:
+    shape = (4,) if isinstance(layer, nn.Linear) else (2, 5, 5)
+    generator = torch.Generator().manual_seed(3)
+    x, public = (torch.randn(n, *shape, generator=generator) for n in (9, 32))
+    exact = released_of(x, public, layer.float())
+    found = released_of(x.to(dtype), public.to(dtype), layer.to(dtype))
+    assert float((exact - found).norm()) <= 0.05 * float(exact.norm())
+
+
 def products(seed: int, rows: int) -> list[WithTerms]:
     """A linear and a convolution product with two terms each, in float32."""
     generator = torch.Generator().manual_seed(seed)
@@ -118,3 +180,23 @@ def test_weighted_sums_with_statistics_are_those_of_the_rows() -> None:
         torch.testing.assert_close(entry.weighted_sum(weights), expected, rtol=1e-4, atol=1e-4)
         keep = torch.tensor([True, False, True, True, False])
         torch.testing.assert_close(entry.only(keep).rows(), entry.rows()[keep])
+
+
+def test_samples_whose_terms_are_much_longer_than_their_gradients_are_added_up_by_themselves() -> None:
+    """A piece of 64 float32 sums would be off by many times what is left of a sample."""
+    generator = torch.Generator().manual_seed(4)
+    mean = 1e6 + torch.rand(1, 24, generator=generator)
+    inputs = (mean + torch.randn(64, 24, generator=generator))[:, None]
+    grads = torch.randn(64, 1, 12, generator=generator)
+    product = LinearProduct(inputs, grads, torch.Size((12, 24)))
+    entry = WithTerms(product, (Term(-grads[:, 0], mean.expand(12, 24)),))
+    weights = 1.0 / entry.norms()
+    found = entry.weighted_sum(weights, 1.0).double()
+    assert bool((weights * row_norms(entry.rows()) <= 1.0).all())
+    exact = torch.einsum("n,n...->...", weights, entry.rows().double())
+    assert float((found - exact).norm()) <= 1e-4
+    for left_out in range(0, 64, 9):
+        keep = torch.arange(64) != left_out
+        moved = found - entry.only(keep).weighted_sum(weights[keep], 1.0).double()
+        assert float(moved.norm()) <= 1.0 + 1e-4
+    torch.testing.assert_close(entry.weighted_sum(weights).double(), found)  # without a bound: by the norms
