@@ -73,8 +73,15 @@ class Ranks:
 
     def same(self, *values: object) -> bool:
         """Whether all ranks were given the same things."""
-        digest = int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little") >> 2
+        digest = _digest(values)
         return self.all(self.agree(digest) == digest)
+
+    def same_each(self, values: Sequence[object]) -> list[bool]:
+        """Which of as many things on every rank are the same on all of them."""
+        own = torch.tensor([_digest(value) for value in values], device=self.device)
+        first = own.clone()
+        dist.broadcast(first, group=self.group, group_src=0)
+        return self.each((own == first).tolist())
 
     def check_same(self, what: str, *values: object) -> None:
         """Refuse to go on, on every rank, if any two were given different things."""
@@ -93,6 +100,10 @@ class Ranks:
             parts = torch.split(flat, [tensor.numel() for tensor in same])
             for tensor, part in zip(same, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 2
 
 
 class Agreement:

@@ -285,8 +285,8 @@ class Outside:
     def norms(self) -> Any:
         return self.clipped.norms()
 
-    def weighted_sum(self, weights: Any) -> Any:
-        return self.whole.weighted_sum(weights)
+    def weighted_sum(self, weights: Any, bound: float | None = None) -> Any:
+        return self.whole.weighted_sum(weights, bound)
 
     def rows(self) -> Any:
         return self.whole.rows()

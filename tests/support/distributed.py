@@ -303,7 +303,7 @@ class SeldomAugmented(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         x, y = self.dataset[index]
-        return (x + 1 if float(torch.rand((), generator=self._own)) < 0.2 else x), y
+        return (x + 1 if float(torch.rand((), generator=self._own)) < 0.1 else x), y
 
 
 def _other_data() -> dict[str, Any]:
