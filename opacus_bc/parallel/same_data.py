@@ -29,8 +29,8 @@ def check_same_data(ranks: Ranks, what: str, loader: Loader | None) -> None:
     be drawn on two ranks and count twice, or be public on one rank and private on another.
 
     **Edge cases**: of what is in the rows a few dozen are compared, labels included: those in which every
-    rank finds the same bytes when it reads them twice. Where some are not of that kind (augmentation by a stream
-    of the data set's own), half of the others must agree. Where none is, and in streams, nothing is
+    rank finds the same bytes when it reads them twice. Where some are not of that kind (augmentation by a
+    stream of the data set's own), half of the others must agree. Where none is, and in streams, nothing is
     compared.
 
     Raises:
