@@ -67,7 +67,6 @@ NETWORKS: Mapping[str, Callable[[Norm], nn.Module]] = MappingProxyType(
     {
         "convnet": convnet,
         "convnet-norm-first": partial(convnet, order="conv-norm-act"),  # as in residual networks
-        "convnet-tanh": partial(convnet, activation="tanh"),
         "resnet8": resnet8,
     }
 )

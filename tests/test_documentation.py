@@ -200,6 +200,18 @@ def test_the_table_of_views_shows_the_committed_runs() -> None:
         assert f"| {views} | {' | '.join(cells)} | " in page
 
 
+def test_the_tables_from_scratch_show_the_committed_runs() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "from_scratch.json").read_text())
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    section = page.split("## From scratch on CIFAR-10")[1].split("\n## ")[0]
+    shown = sorted(re.findall(r"\d\d\.\d\d %", section))
+    committed = [
+        f"{run['accuracy']:.2f} %" for run in runs.values() if run["epsilon"] == 8 or run["epochs"] > 3
+    ]
+    assert set(committed) <= set(shown)
+    assert set(shown) <= set(committed)
+
+
 def test_the_migration_page_lists_opacus_tests_that_differ_as_the_plugin_does() -> None:
     assert opacus_differences.table() in (DOCS / "migration.md").read_text()
     names = [name for found in opacus_differences.DIFFERENCES for name in found.tests]
