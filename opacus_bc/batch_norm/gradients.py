@@ -43,8 +43,13 @@ class Upstream:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def applied(self, fn: Callable[[Tensor], Tensor]) -> Upstream:
-        """The same with ``fn`` of every tensor."""
-        changed: dict[str, Any] = {name: fn(value) for name, value in self.tensors().items()}
+        """The same with ``fn`` of every tensor; one row that is expanded stays one row."""
+
+        def of(value: Tensor) -> Tensor:
+            expanded = len(value) > 1 and value.stride(0) == 0
+            return fn(value[:1]).expand(value.shape) if expanded else fn(value)
+
+        changed: dict[str, Any] = {name: of(value) for name, value in self.tensors().items()}
         return replace(self, **changed)
 
     def of_rows(self, into: Tensor) -> Tensor:
