@@ -79,7 +79,7 @@ class _Use:
         found = self.upstream(into_mean, into_var, None)
         if getattr(self.layer, "groups", 1) != 1:
             return found
-        return replace(found, weight_mean=found.weight_mean[:1].expand_as(found.weight_mean))
+        return replace(found, weight_mean=found.weight_mean[:1].clone().expand_as(found.weight_mean))
 
     def upstream(self, into_mean: Tensor, into_var: Tensor, channels: Tensor | None) -> Upstream:
         """The entry of a BatchNorm, given its statistics' gradients with respect to the output."""

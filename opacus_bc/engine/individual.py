@@ -62,7 +62,7 @@ def build_individual(request: Request, accountant: Any, noise: SecureNoise | Non
     plan = request.plan
     policy = _policy(request)
     if request.distributed:
-        if request.kind == "shuffle":
+        if request.kind == "shuffle" and _ranks(request).size > 1:
             raise ValueError(
                 "without Poisson sampling every rank would go through all samples in an order of its own, "
                 "and one sample would count on all of them: use poisson_sampling=True on several processes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from opacus_bc.parallel.same_data import row_contents, row_numbers
 def fingerprint(dataset: Dataset[Any]) -> tuple[str, list[str | None]]:
     loader = DataLoader(dataset, batch_size=4)
     streams = isinstance(dataset, IterableDataset)
-    return row_numbers(loader), [] if streams else row_contents(loader)
+    return row_numbers(loader), [] if streams else row_contents(loader, reads=2)
 
 
 class Hidden(Dataset[Any]):
@@ -38,11 +39,30 @@ class Person:
     image: torch.Tensor
 
 
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Coloured:
+    colour: Colour
+    number: int
+
+
+class Ring:
+    """Holds itself."""
+
+    def __init__(self) -> None:
+        self.next = self
+
+
 KINDS: dict[str, list[Any]] = {
     "a label first": [{"label": i % 3, "pixels": [i, i + 1]} for i in range(40)],
     "lists of numbers": [[i, 2 * i] for i in range(40)],
     "text": [f"person {i}" for i in range(40)],
     "objects": [Person(i, torch.full((2,), float(i))) for i in range(40)],
+    "objects that hold enumerations": [Coloured(Colour(1 + i % 2), i) for i in range(40)],
     "equal inputs": [(torch.zeros(3), i) for i in range(40)],
 }
 
@@ -58,7 +78,8 @@ def test_another_order_inside_a_wrapper_shows_in_the_samples(kind: str) -> None:
 
 
 def test_samples_without_content_are_left_out() -> None:
-    assert set(fingerprint(Hidden([object() for _ in range(9)], [*range(9)]))[1]) == {None}  # type: ignore[arg-type]
+    for rows in ([object() for _ in range(9)], [Ring() for _ in range(9)], [len for _ in range(9)]):
+        assert set(fingerprint(Hidden(rows, [*range(9)]))[1]) == {None}  # type: ignore[arg-type]
 
 
 class Noisy(Dataset[Any]):

@@ -290,11 +290,11 @@ class Shuffled(Dataset[Any]):
         return self.dataset[self._order[index]]
 
 
-class SeldomAugmented(Dataset[Any]):
-    """Augments now and then, by a stream of its own: ranks differ in which rows they can read twice."""
+class OwnAugmented(Dataset[Any]):
+    """Augments by a stream of its own: ranks differ in which rows they can read twice."""
 
-    def __init__(self) -> None:
-        self.dataset = blobs(120, seed=2)
+    def __init__(self, how_often: float) -> None:
+        self.dataset, self._often = blobs(120, seed=2), how_often
         self._own = torch.Generator()
         self._own.seed()
 
@@ -303,7 +303,7 @@ class SeldomAugmented(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         x, y = self.dataset[index]
-        return (x + 1 if float(torch.rand((), generator=self._own)) < 0.1 else x), y
+        return (x + 1 if float(torch.rand((), generator=self._own)) < self._often else x), y
 
 
 def _other_data() -> dict[str, Any]:
@@ -353,7 +353,8 @@ def _other_data() -> dict[str, Any]:
         "hidden order, one backward": _message(
             lambda: Training(parallel=True, data=Shuffled(), **one_backward)
         ),
-        "seldom augmented": _message(lambda: Training(parallel=True, data=SeldomAugmented())),
+        "seldom augmented": _message(lambda: Training(parallel=True, data=OwnAugmented(0.1))),
+        "flipped": _message(lambda: Training(parallel=True, data=OwnAugmented(0.5))),
         "other contents": _message(
             lambda: Training(parallel=True, data=blobs(120, seed=dist.get_rank()), **one_backward)
         ),

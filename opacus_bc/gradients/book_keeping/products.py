@@ -225,8 +225,9 @@ class LinearProduct:
 
     def along(self, direction: Tensor) -> Tensor:
         """See :class:`Product`."""
-        met = self.inputs @ different_rows(direction).flatten(1).T
-        return (met * self.grads).sum(1)
+        columns = different_rows(direction).flatten(1).T
+        met = short_products(self.inputs.flatten(0, 1).T[None], columns[None])[0]
+        return (met.view(*self.inputs.shape[:2], -1) * self.grads).sum(1)
 
     def wide_sum(self, weights: Tensor) -> Tensor:
         """See :class:`Product`."""
@@ -454,9 +455,10 @@ class WithTerms:
     def weighted_sum(self, weights: Tensor, bound: float | None = None) -> Tensor:
         """See :class:`Entry`.
 
-        **Formal guarantee**: what rounding makes of the sum does not grow with what cancels in it: own
-        gradients and terms of all samples are rounded once, when they have cancelled, and samples whose terms
-        are many times as long as what is left of them are added up by themselves, as rows.
+        **Formal guarantee**: what rounding makes of the sum does not grow with what cancels in it beyond
+        ``_STEADY`` clip bounds a sample: own gradients and terms of all samples are rounded once, when they
+        have cancelled (before that only in float32 sums over few samples), and samples whose terms are longer
+        are added up by themselves, as rows.
         """
         if bound is None:
             bound = float((self.norms() * weights).max()) if len(weights) else 0.0

@@ -200,3 +200,19 @@ def test_samples_whose_terms_are_much_longer_than_their_gradients_are_added_up_b
         moved = found - entry.only(keep).weighted_sum(weights[keep], 1.0).double()
         assert float(moved.norm()) <= 1.0 + 1e-4
     torch.testing.assert_close(entry.weighted_sum(weights).double(), found)  # without a bound: by the norms
+
+
+@pytest.mark.parametrize("one_row", [True, False])
+def test_norms_with_statistics_are_not_too_small_for_long_rows_of_equal_inputs(one_row: bool) -> None:
+    """A float32 sum of 65,536 equal products is off by hundreds of eps, and own gradient and term cancel."""
+    entries, rows = 2**16, 6
+    generator = torch.Generator().manual_seed(5)
+    grads = torch.randn(3, 1, rows, generator=generator)
+    inputs = torch.full((3, 1, entries), 0.7310585)
+    direction = torch.full((1, entries), 0.3678794).expand(rows, entries)
+    direction = direction if one_row else direction.contiguous()
+    factors = -0.86 * grads[:, 0] * (0.7310585 / 0.3678794)
+    entry = WithTerms(LinearProduct(inputs, grads, torch.Size((rows, entries))), (Term(factors, direction),))
+    exact = row_norms(entry.product.rows().double() + entry.terms[0].rows().double())
+    assert bool((entry.norms() >= exact * (1 - 1e-6)).all())
+    assert bool((entry.norms() <= exact * 1.02).all())
