@@ -40,9 +40,9 @@ def wrapped() -> nn.Module:
     return GradSampleModule(nn.Sequential(norm, plain()))
 
 
-def request(model: nn.Module | None = None, **kwargs: Any) -> Request:
+def arguments(model: nn.Module | None = None, **kwargs: Any) -> Kwargs:
     model = network() if model is None else model
-    given: Kwargs = {
+    return {
         "module": model,
         "optimizer": optim.SGD(model.parameters(), lr=0.1),
         "data_loader": DataLoader(images(), batch_size=12),
@@ -50,7 +50,10 @@ def request(model: nn.Module | None = None, **kwargs: Any) -> Request:
         "max_grad_norm": 1.0,
         **kwargs,
     }
-    return Request.of(given)
+
+
+def request(model: nn.Module | None = None, **kwargs: Any) -> Request:
+    return Request.of(arguments(model, **kwargs))
 
 
 PARAMETERS = len(list(network().parameters()))
@@ -226,18 +229,9 @@ def test_a_model_that_is_compiled_afterwards_is_told_of_hooks(how: str) -> None:
 
 def started(model: nn.Module | None = None, **kwargs: Any) -> list[str]:
     """What make_private says."""
-    model = network() if model is None else model
-    given: Kwargs = {
-        "module": model,
-        "optimizer": optim.SGD(model.parameters(), lr=0.1),
-        "data_loader": DataLoader(images(), batch_size=12),
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 1.0,
-        **kwargs,
-    }
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        engine().make_private(**given)
+        engine().make_private(**arguments(model, **kwargs))
     return [str(one.message) for one in said]
 
 
